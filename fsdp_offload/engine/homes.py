@@ -473,7 +473,7 @@ _SPOILED = (
 
 
 class Lending:
-    """Records which homes checkpoints' writers read during training: no update may write these (R4).
+    """Records which homes others read during training, as a checkpoint's writer: no update may write these (R4).
 
     A shard with a spare home alternates between the two. If it has none, or that is read as well, the store waits for
     the reader::

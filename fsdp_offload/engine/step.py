@@ -28,27 +28,27 @@ from .homes import Lending, Plan, Turning, home_of
 from .weights import Weights
 
 MOST_BOUND = 32
-"""Places for which a bucket keeps bound tensors. Moving tensors costs the host a tenth of making them."""
+"""Most places for which a bucket keeps bound tensors. Moving tensors costs the host a tenth of making them."""
 
 UPDATED_BYTES = 4 * LARGEST_BYTES
 """Most bytes of state in one update, more than a block of 100 M parameters has: each call costs the host time."""
 
 
 class Heard(Protocol):
-    """What a listener hears of one step. A step that is rolled back, or fails, is dropped without :meth:`committed`."""
+    """A listener's view of one step. A step that fails, or is rolled back, is dropped without :meth:`committed`."""
 
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
-        """Call ``run``, which updates ``ranges`` in the current stream: their parameters are on the device."""
+        """Call ``run``, which updates ``ranges`` on the current stream; their parameters are on the device."""
 
     def committed(self, updated: Sequence[Mark]) -> None:
-        """The step is complete; its updates have run once the marks ``updated`` have passed."""
+        """Handle the end of the step, whose updates have run once the marks ``updated`` have passed."""
 
 
 class Listener(Protocol):
-    """Listens to steps of one optimizer."""
+    """Hears of the steps of one optimizer."""
 
     def begin(self) -> Heard:
-        """A step begins."""
+        """Begin a step; return the object that hears of it."""
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class Step(Turning):
         self.move_parameters()
 
     def finish(self, core: Core, optimizer: Optimizer, states: StateStore, created: list[Tensor]) -> None:
-        """Finish a step after its last update: put ``created`` state in the optimizer's order, write changed entries."""
+        """Finish a step after its last update: put ``created`` state in order, and write changed entries."""
         if created:
             new = set(created)
             states.move_last([param for param in params_of(optimizer) if param in new])
