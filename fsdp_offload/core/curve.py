@@ -80,7 +80,7 @@ class Curve:
         self.at, self.is_expected = -1, False
         self._names: list[object] = []
         self._noted: list[tuple[object, int, Reading]] | None = None  # points of this iteration; None: it is not read
-        self._has_ended, self._is_wanted = True, False  # the next point begins an iteration; that one is to be read
+        self._has_ended, self._is_wanted = True, False  # does the next point begin an iteration; is that to be read
         self._peak, self._peak_at, self._last_bytes = Reading(0, 0), 0, 0  # and the bytes of the last iteration there
 
     @property
