@@ -1,4 +1,4 @@
-"""Decisions that are made when parameters are added: size and items of buckets, blocks of pools, what is kept."""
+"""Decisions made when parameters are added: size and items of buckets, blocks of pools, which items are kept."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,17 +13,17 @@ from ..policy import MIB, OffloadPolicy
 from .items import PASSING, Block, Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
-"""State of large groups is cut at the first, that of small groups is joined up to the second: few, large operations."""
+"""Bytes of state at which a large group is cut, and up to which small groups are joined: few, large operations."""
 
 MOST_PASSING = 5
-"""Blocks in transit, at most, where one update takes several buckets of a group: each update costs the host time."""
+"""Most blocks in transit where one update takes several buckets of a group: each update costs the host time."""
 
 SMALL_BLOCKS, MOST_BUCKETS = 16, 288
-"""With a limit, updates in the backward get small blocks: fewer bytes are in transit, and more state stays for the next
-forward. More buckets than ``MOST_BUCKETS`` would cost the host more than that gains."""
+"""With a limit, the pool of updates in the backward has ``SMALL_BLOCKS``: fewer bytes are in transit, and more state
+stays for the next forward. More than ``MOST_BUCKETS`` buckets would cost the host more time than that gains."""
 
 ELSEWHERE = -1
-"""The group of parameters that ``fully_shard`` does not gather: in ``step()``, compute waits for their updates."""
+"""Group number of parameters that ``fully_shard`` does not gather; compute waits for their updates in ``step()``."""
 
 Param = TypeVar("Param")
 
@@ -33,16 +33,16 @@ class Bucket:
     """Ranges of shards that are updated together.
 
     Attributes:
-        number: among all.
-        state: the item of their state.
-        groups: numbers of the groups of ``fully_shard`` to which its parameters belong.
-        weights: the items of these groups' parameters.
-        params: the parameters of which it has a range.
+        number: index among all buckets.
+        state: item of the ranges' state.
+        groups: numbers of the ``fully_shard`` groups to which its parameters belong.
+        weights: for each of ``groups``, the item of its parameters.
+        params: parameters of which it has a range.
         on_host: the CPU updates it: its state is updated in its home, and never moves.
-        after: numbers of the buckets with earlier ranges of its parameters. Ranges are updated in order: the last one
-            commits the parameter's counters, from which all of them start.
-        streamed: what its update needs on the device: its state, and parameters that live on the host.
-        old: host memory for its parameters from before a guess, and these, as far as they stay on the device.
+        after: numbers of buckets with earlier ranges of its parameters. Ranges are updated in order: the last one
+            commits the parameter's counters, from which all ranges start.
+        streamed: items that its update needs on the device: its state, and parameters whose home is on the host.
+        old: pairs of host memory and the parameter range on the device that a roll-back copies from there.
         bound: its ranges as the optimizer sees them, by the blocks that ``streamed`` had when they were bound.
     """
 
@@ -62,18 +62,18 @@ class Bucket:
         self.connect(self.weights)
 
     def connect(self, weights: tuple[Item, ...]) -> None:
-        """The parameters of its groups are these items from now on."""
+        """Set ``weights``, and with them ``streamed``, ``use`` and an empty ``bound``."""
         self.weights, self.bound = weights, {}
         self.streamed = tuple(item for item in (self.state, *self.weights) if item.nbytes)
         self.use = Use(self.number, self.streamed)
 
 
 def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None, *, small: bool = False) -> int:
-    """Choose bytes of state per bucket: one bucket for each group, but bounded.
+    """Choose bytes of state per bucket: one bucket for each group, within bounds.
 
     Args:
-        group_bytes: state of each group of ``fully_shard``.
-        device_bytes: what is allowed on the device; ``None``: not limited by a number.
+        group_bytes: bytes of state of each ``fully_shard`` group.
+        device_bytes: bytes allowed on the device; ``None``: no number limits them.
         small: divide ``device_bytes`` into ``SMALL_BLOCKS``.
     """
     sizes = sorted(size for size in group_bytes if size)
@@ -83,23 +83,23 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None, *, sm
         if small:
             most = min(most, max(device_bytes // SMALL_BLOCKS, sum(sizes) // MOST_BUCKETS))
     # Blocks have one size, so one group size is chosen for all: the largest such that groups of at least that size have
-    # at least half of the state. Buckets have that size or, if it exceeds ``most``, equal parts of it; and a little
-    # more, for padding and for groups that are hardly larger, of which no small rest is to be cut off.
+    # at least half of the state. Buckets have that size or, if it exceeds ``most``, equal parts of it. A little is
+    # added for padding, and for slightly larger groups, so that no small rest is cut off from them.
     usual = next((size for size in reversed(sizes) if 2 * sum(s for s in sizes if s >= size) >= sum(sizes)), 0)
     alike = max((size for size in sizes if size <= usual * 9 // 8), default=0)
-    parts = max(1, -(-alike // max(1, most)))  # a limit of a few bytes, too
+    parts = max(1, -(-alike // max(1, most)))  # the limit may be a few bytes
     return max(1024, min(most, -(-alike // parts) * 33 // 32) if usual else most)
 
 
 def bucketing(
     policy: OffloadPolicy, *, elementwise: bool, together: Mapping[Param, int], sizes: Mapping[Param, tuple[int, int]]
 ) -> tuple[int, dict[Param, int]]:
-    """Choose bytes of state per bucket, and renumber the groups: those that get the same number may share a bucket.
+    """Choose bytes of state per bucket, and renumber the groups: groups with the same new number may share a bucket.
 
     Args:
-        policy: in force.
-        elementwise: whether the optimizer works element by element.
-        together: numbers of the groups of ``fully_shard``, in forward order.
+        policy: the policy in force.
+        elementwise: the optimizer works element by element.
+        together: number of the ``fully_shard`` group of each parameter, in forward order.
         sizes: bytes of each parameter and of its state.
     """
     own_bytes, group_bytes = Counter[int](), Counter[int]()
@@ -107,7 +107,7 @@ def bucketing(
         own_bytes[together.get(param, ELSEWHERE)] += nbytes
         group_bytes[together.get(param, ELSEWHERE)] += state_bytes
     limit = None if policy.device_bytes == "auto" else policy.device_bytes
-    if limit is not None and policy.parameters:  # parameters take part of it as well, a whole group each
+    if limit is not None and policy.parameters:  # items of parameters take part of it, each a whole group
         usual = sorted(own_bytes.values())[len(own_bytes) // 2]
         limit = max(limit // 4, limit - (PASSING + 1) * usual)
     bucket_bytes = policy.bucket_bytes
@@ -115,15 +115,15 @@ def bucketing(
         small = policy.updates_in_backward and not policy.parameters
         bucket_bytes = bucket_bytes_for(group_bytes.values(), limit, small=small)
     if policy.updates_in_backward and (policy.parameters or not elementwise):
-        # Groups are not joined. Gradients that must be freed would wait for those of a neighbour, which may get none in
-        # this step. And what is joined depends on sizes, which differ between ranks; but all ranks have to run the
-        # collectives of updates in one order.
+        # Do not join groups. Gradients that must be freed would wait for those of a neighbour, which may get none in
+        # this step. And joining depends on sizes, which differ between ranks; but all ranks have to run the collectives
+        # of updates in one order.
         return bucket_bytes, dict(together)
     return bucket_bytes, joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
 
 
 def joined_groups(together: Mapping[Param, int], group_bytes: Mapping[int, int], most: int) -> dict[Param, int]:
-    """Number the groups anew, with neighbours in forward order as one as long as their state stays within ``most``."""
+    """Renumber the groups: neighbours in forward order get one number while their state stays within ``most`` bytes."""
     numbers: dict[int, int] = {}
     number, filled = -1, 0
     for group in sorted(set(together.values())):
@@ -135,10 +135,7 @@ def joined_groups(together: Mapping[Param, int], group_bytes: Mapping[int, int],
 
 
 def make_pools(items: Sequence[Item], usual_bytes: int) -> list[Pool]:
-    """Make a pool for ``items`` of one kind, and another for those that are much larger than most.
-
-    ``usual_bytes``: the size of most of them.
-    """
+    """Make a pool for ``items`` of one kind, and another for items of more than 1.5 times ``usual_bytes``."""
     sizes = [item.nbytes for item in items]
     inside = [size for size in sizes if size <= usual_bytes * 3 // 2] or sizes
     pools = []
@@ -160,9 +157,9 @@ def pools_for(
     *,
     joins: bool = False,
 ) -> list[Pool]:
-    """Make pools for all items. Those of parameters, which profit more from blocks than state, come first.
+    """Make pools for all items. Pools of parameters come first: each iteration loads these twice, and stores them once.
 
-    Parameters are loaded twice an iteration and stored once. What an update needs fits ``nbytes``, if that is possible.
+    The blocks that one update needs fit ``nbytes`` if possible.
     ``joins``: an update in the backward takes all buckets of a group, as far as they fit.
     """
     sizes = sorted(item.nbytes for item in weights)
@@ -170,7 +167,7 @@ def pools_for(
     pools = [*make_pools(weights, usual_bytes), *make_pools(state, bucket_bytes)]
     need(pools, buckets)
     if nbytes is not None and nbytes < sum(pool.least * pool.nbytes for pool in pools):
-        # One block that fits everything of a kind takes less than one of each size.
+        # One block that fits all items of a kind takes less than one block of each size.
         pools = [*make_pools(weights, sizes[-1] if sizes else 0), *make_pools(state, 1 << 62)]
         need(pools, buckets)
     for pool in pools if joins else ():
@@ -188,9 +185,9 @@ def need(pools: Sequence[Pool], buckets: Iterable[Bucket]) -> None:
 
 
 def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
-    """Divide ``nbytes`` among ``pools``, those that profit most in front; ``None``: use few blocks.
+    """Divide ``nbytes`` among ``pools``, given in the order of their gain; ``None``: use few blocks.
 
-    Each pool gets its least first, even if that exceeds ``nbytes``; then blocks for items in transit; then, with
+    Each pool first gets its ``least``, even if that exceeds ``nbytes``; then blocks for items in transit; then, with
     ``nbytes``, blocks for kept items.
     """
     left = 1 << 62 if nbytes is None else nbytes - sum(pool.least * pool.nbytes for pool in pools)
@@ -210,7 +207,7 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
 
 
 def choose_kept(items: Sequence[Item]) -> None:
-    """Keep the first of ``items`` in forward order, needed first: all if they fit, else leave those in transit room."""
+    """Keep the first of ``items``, in forward order: all if they fit; otherwise leave blocks for items in transit."""
     left: dict[Pool, int] = {}
     for item in items:
         pool = item.pool

@@ -1,7 +1,7 @@
-"""Device memory for what is offloaded: a cache that knows the future, which is the uses of the last iteration.
+"""Device memory for offloaded items: a cache that knows the future, which is the uses of the last iteration.
 
-``fetch`` loads an item, ``put`` stores it home, ``drop`` frees its place for another. ``fetch`` and ``drop`` do nothing
-where there is nothing to do; ``put`` always stores.
+``fetch`` loads an item, ``put`` stores it home, ``drop`` frees its place for another. ``fetch`` does nothing for an
+item with a valid place, and ``drop`` nothing for one without a place; ``put`` always stores.
 """
 
 import bisect
@@ -23,13 +23,13 @@ _NUMBER = operator.attrgetter("number")
 
 
 class Timeline:
-    """Training repeats one sequence of uses, so what comes next is known. A wrong guess costs time only.
+    """Predicts the next uses: training repeats one sequence of them. A wrong prediction only costs time.
 
     Attributes:
-        cycle: the uses of the last iteration that had any.
-        repeats: whether that iteration had the same uses as the one before.
-        at: the number of the next use, in this iteration.
-        there: the number of the next use whose items may not all be on the device, at least.
+        cycle: uses of the last iteration that had any, in order.
+        repeats: that iteration had the same uses as the one before.
+        at: index into ``cycle`` of the next use.
+        there: items of all uses before this index are on the device; it may be too low, and run into the next cycle.
     """
 
     def __init__(self) -> None:
@@ -39,11 +39,11 @@ class Timeline:
         self._index: dict[Use, list[int]] = {}
         self._noted: list[Use] = []
         self.at = self.there = 0
-        self.gathers = False  # some uses are gathers
+        self.gathers = False  # some uses of the cycle are gathers
 
     @property
     def noted(self) -> int:
-        """Return how many uses this iteration has had."""
+        """Return the number of uses in this iteration so far."""
         return len(self._noted)
 
     def note(self, use: Use) -> None:
@@ -54,7 +54,7 @@ class Timeline:
             self.at = found[later] + 1
 
     def end(self) -> None:
-        """End the iteration: its uses are expected of the next one."""
+        """End the iteration, and expect its uses in the next one."""
         if not self._noted:
             return
         self.repeats = list(map(id, self._noted)) == list(map(id, self.cycle))
@@ -70,24 +70,24 @@ class Timeline:
         self._noted, self.at = [], 0
 
     def abandon(self) -> None:
-        """Begin the iteration anew: it did not come to its end."""
+        """Begin a new iteration; the one under way did not end, and teaches nothing."""
         self._noted, self.at, self.there = [], 0, 0
 
     def forget(self) -> None:
-        """Expect nothing: the items are others now."""
+        """Forget the learned order; the items were replaced."""
         self.__init__()  # type: ignore[misc]
 
     def upcoming(self, most: int) -> range:
-        """Return the numbers of what comes next in this iteration, which goes on into the next one.
+        """Return the indices of the next uses; those beyond the end of the cycle belong to the next iteration.
 
-        Among gathers, ``most`` are looked at; where there are none, those whose items are on the device are left out.
+        If the cycle has gathers, these are ``most`` uses; else all but those whose items are on the device.
         """
         count = len(self.cycle)
         first, most = (self.at, min(count, most)) if self.gathers else (max(self.at, self.there), count)
         return range(first, self.at + most)
 
     def distances(self, items: Iterable[Item]) -> list[int]:
-        """Count uses until the next one of each of ``items``."""
+        """Count, for each of ``items``, the uses before its next one; ``NEVER`` without a use."""
         found = []
         for item in items:
             positions, ahead = self._positions.get(item), NEVER
@@ -104,8 +104,8 @@ class Moved:
     """Bytes and operations in one iteration.
 
     Attributes:
-        updates: buckets that were updated, also those on the CPU.
-        held_updates: of them, those that waited for ``step()`` since others held tensors over what they change.
+        updates: buckets updated, on the device or on the CPU.
+        held_updates: updates that waited for ``step()``, since others held tensors over bytes that they change.
     """
 
     loaded_bytes: int = 0
@@ -117,19 +117,19 @@ class Moved:
 
 
 class Cache:
-    """All places of one optimizer.
+    """Holds all places of one optimizer.
 
     Attributes:
-        pools: of all items, those that profit most from another block in front.
+        pools: pools of all items; those that gain most from another block come first.
         held: items that have a place.
-        pinned: items that an update is about to use; nobody evicts them.
-        moved: in this iteration.
+        pinned: items that an update is about to use; they are not evicted.
+        moved: bytes and operations of this iteration.
         bound: ``Bucket.bound`` of each bucket; entries are deleted when one of their blocks is given back.
-        stopwatch: times it; ``None``: nothing is timed.
-        copies_alone: items move in ``step()`` only, where nobody else copies.
+        stopwatch: times copies and waits; ``None``: nothing is timed.
+        copies_alone: items move in ``step()`` only, where the model copies nothing.
         is_full: the device had no memory for a block in this iteration.
-        peak_bytes, last_peak_bytes: of blocks at once, in this iteration and in the last one.
-        keeps_bound: what is bound to a block finds its memory also when that is other memory.
+        peak_bytes, last_peak_bytes: largest size of all blocks, in this iteration and in the last one.
+        keeps_bound: tensors bound to a block stay valid when the block's memory is freed and allocated again.
     """
 
     def __init__(self, device: torch.device, lanes: Lanes, timeline: Timeline) -> None:
@@ -146,23 +146,23 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that is taken now."""
+        """Return the device memory that blocks take now."""
         return sum([pool.made * pool.nbytes for pool in self.pools])
 
     @property
     def lasting_bytes(self) -> int:
-        """Device memory that is taken now, and is not given back at some point of an iteration."""
+        """Return the device memory of blocks that are kept throughout the iteration."""
         return sum([min(pool.made, pool.count) * pool.nbytes for pool in self.pools])
 
     def fetch(self, item: Item, *, must: bool = True, distance: int = -1) -> bool:
-        """Have ``item`` on the device, and return whether it is. Evicts only what is used after ``distance`` uses.
+        """Load ``item`` if it has no valid place; return whether it has one now.
 
-        ``must``: evicts whatever has to leave.
+        Evict only items that are used after ``distance`` more uses. ``must``: evict any unpinned item if needed.
         """
         if item.block is not None:
             if item.is_fresh():
                 return True
-            self.drop(item)  # somebody has written it at home since
+            self.drop(item)  # others have written the home since
         block = self._room_for(item, must, distance)
         if block is None:
             return False
@@ -189,18 +189,18 @@ class Cache:
             self.moved.loads += len(item.home.bytes)
             self.moved.loaded_bytes += item.nbytes
         else:
-            item.ready = load.mark()  # nothing to load; but the update that fills the place has to come after R1
-        if item.home.exposed_at is not None:  # otherwise only we can have written it, and counting costs time
+            item.ready = load.mark()  # nothing to load; but the update that fills the place has to wait as well (R1)
+        if item.home.exposed_at is not None:  # otherwise only we can have written the home, and versions cost time
             item.home.see()
         item.used.clear()
         item.known_to.clear()
 
     def changed(self, item: Item, mark: Mark) -> None:
-        """Note that an update has changed the place of ``item``, up to ``mark``."""
+        """Note an update of the place of ``item`` that ends at ``mark``."""
         home = item.home
         if (spare := home.turn()) is not None:
-            # R4: a checkpoint's writer reads the old home, and the spare one may be written. The item's loads and
-            # stores ended before the update, which has waited for them.
+            # R4: a checkpoint's writer still reads the old home, so the next store writes the spare one. The item's
+            # loads and stores ended before the update, which has waited for them.
             home.bytes, home.read = spare, {}
         item.written(mark)
 
@@ -224,7 +224,7 @@ class Cache:
         self.moved.stored_bytes += nbytes
 
     def drop(self, item: Item, *, is_used: bool = False) -> None:
-        """Give the place of ``item`` to another; what is newer there than at home is stored first.
+        """Free the place of ``item`` for another, after a store if the home is older.
 
         ``is_used``: its use in this iteration is over.
         """
@@ -241,19 +241,19 @@ class Cache:
         item.pool.free.append(block)  # last: an interrupt may lose a block, but give none to two items
 
     def flush(self, items: Iterable[Item] | None = None) -> None:
-        """Store what is newer on the device than at home."""
+        """Store those of ``items`` (``None``: of all) whose home is older than their place."""
         for item in list(self.held if items is None else items):
             if item.block is not None and item.dirty:
                 self.put(item)
 
     def forget(self, items: Iterable[Item]) -> None:
-        """Give up places without storing them: what an exception has left there is not known."""
+        """Give up the places of ``items`` without a store: after an exception, their contents are unknown."""
         for item in items:
             item.dirty = False
             self.drop(item)
 
     def release(self) -> None:
-        """Give all device memory back, in the order of the compute stream."""
+        """Free all blocks, in the order of the compute stream."""
         for item in list(self.held):
             self.drop(item)
         for pool in self.pools:
@@ -271,13 +271,13 @@ class Cache:
                 self._take(pool)
 
     def leave_room(self, pool: Pool) -> None:
-        """Allow ``pool`` a block less while an optimizer creates state, which takes as much memory."""
+        """Allow ``pool`` one block less while an optimizer creates state, which takes as much memory."""
         if self._lowered is None and pool.count > pool.least:
             self._lowered = pool
             self.resize(pool, pool.count - 1)
 
     def restore_room(self) -> bool:
-        """Undo :meth:`leave_room`; returns whether there is anything to undo."""
+        """Undo :meth:`leave_room`; return whether a pool had been lowered."""
         if self._lowered is None:
             return False
         self._lowered.count += 1
@@ -285,16 +285,16 @@ class Cache:
         return True
 
     def resize(self, pool: Pool, count: int) -> None:
-        """Allow ``pool`` ``count`` blocks from now on; if it has more, the items that are needed last are evicted.
+        """Set the ``count`` of ``pool``; if it has more blocks, evict the items that are needed last.
 
-        To be called on the compute stream, where blocks are allocated, as in a reduction's hook; not in a hook of
-        autograd's that accumulates a gradient, which may run on another.
+        Call it on the compute stream, where blocks are allocated, as in a reduction's hook; not in autograd's hook
+        that accumulates a gradient, which may run on another stream.
         """
         pool.count = count
         self._shrink(pool)
 
     def allow(self, beyond: Sequence[int], lasting: Sequence[int]) -> None:
-        """Allow so many blocks ``beyond`` the count of each pool, of which ``lasting`` may come. As :meth:`resize`."""
+        """Set ``beyond`` and ``lasting`` of each pool, and shrink it as :meth:`resize` does."""
         for pool, more, come in zip(self.pools, beyond, lasting, strict=True):
             pool.beyond, pool.lasting = more, come
             self._shrink(pool)
@@ -305,14 +305,14 @@ class Cache:
         with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
             while pool.made > pool.count + pool.beyond and (pool.free or self._evict(pool, None)):
                 self._give_back(pool)
-        # Each iteration begins with the same ones, so that each item comes to a place to which it is bound already.
+        # Each iteration begins with the same blocks, so that each item gets a block to which it is bound already.
         pool.apart.sort(key=_NUMBER, reverse=True)
         if len(pool.free) == pool.made:
             pool.free.sort(key=_NUMBER)
 
     def _give_back(self, pool: Pool) -> None:
-        # The next kernel of the stream on which it was allocated may get this memory: so that one waits (R1). An
-        # evaluation, for which it leaves, may run on another.
+        # R1: the next kernel of the stream on which the block was allocated may get its memory, so that stream waits.
+        # An evaluation, for which the block leaves, may run on another stream.
         block = pool.free.pop(0)
         block.lane.wait(*block.free)
         self.lanes.freed(block.memory, block.lane)
@@ -333,21 +333,21 @@ class Cache:
             if not self._evict(pool, None if must else distance):
                 if not must:
                     return None
-                self._take(pool)  # the update needs it, whatever was allowed
+                self._take(pool)  # the update needs a block, even if that exceeds the count
         return pool.free.pop(0)
 
     def _may_take(self, pool: Pool) -> bool:
-        """Take a block, unless the device has no memory for it in this iteration: activations may have it."""
+        """Take a block unless the device had no memory for one in this iteration; return whether it did so."""
         try:
             if not self.is_full:
                 self._take(pool)
         except torch.OutOfMemoryError:
-            self.is_full = True  # to try again each time would have the allocator wait for the device each time
+            self.is_full = True  # each further attempt would make the allocator wait for the device
         return not self.is_full
 
     def _take(self, pool: Pool) -> None:
         lane = self.lanes.here()
-        with torch.inference_mode(mode=False):  # an evaluation in between must not make blocks that nobody may write
+        with torch.inference_mode(mode=False):  # blocks made in an evaluation's inference mode could not be written
             if pool.apart:
                 self.lanes.resize(pool.apart[-1].memory, pool.nbytes)
                 block = pool.apart.pop()
@@ -355,15 +355,15 @@ class Cache:
                 memory = torch.empty(pool.nbytes, dtype=torch.uint8, device=self.device)
                 block = Block(memory, lane, number=pool.made)
         self.lanes.made([block.memory], lane)
-        block.lane, block.free = lane, [lane.mark()]  # it may have been an activation that a kernel there still reads
+        block.lane, block.free = lane, [lane.mark()]  # R1: a kernel there may still read an activation in this memory
         pool.made += 1
-        pool.free.append(block)  # last: an interrupt may lose a block, but has none come that does not count
+        pool.free.append(block)  # last: an interrupt may lose a block, but leaves none that is not counted
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def _evict(self, pool: Pool, distance: int | None) -> bool:
-        """Drop the item of ``pool`` that is used last, and return whether there was one.
+        """Drop the item of ``pool`` whose next use is last; return whether there was one to drop.
 
-        ``distance``: only one that is not kept, and is used after more uses than that. ``None``: any, kept ones last.
+        ``distance``: only an item that is not kept, and is used after more uses. ``None``: any, kept ones last.
         """
         fits = [one for one in self.held if one.pool is pool and one not in self.pinned]
         left = [one for one in fits if not one.kept] or (fits if distance is None else [])

@@ -1,8 +1,8 @@
-"""Room by position: what a model leaves free, of the memory that it takes at its peak, at each point of an iteration.
+"""Room by position: at each point of an iteration, the memory that a model leaves free below its own peak.
 
-Activations are gone from the end of the loss's backward to the middle of the next forward, and gradients from
-``zero_grad()`` to the backward. The allocator counts in the host's program order, so what is in use at each gather and
-at each reduction of one iteration is a curve, which the next iteration repeats.
+Activations take no memory from the end of the loss's backward to the middle of the next forward, gradients none from
+``zero_grad()`` to the backward. The allocator counts in the host's program order, so the bytes in use at each gather
+and each reduction of one iteration are a curve, which the next iteration repeats.
 """
 
 import bisect
@@ -13,24 +13,25 @@ from typing import NamedTuple, Protocol
 from .items import Item, Pool, Use
 
 LASTING_POINTS = 8
-"""For how many points of an iteration a block has to find room to come: compute waits when it leaves behind a store.
-Less where there are few: an eighth of them."""
+"""Points for which there must be room before a block is allocated: compute waits when a block leaves after a store.
+An eighth of the points where there are few."""
 
 ALIKE = 0.02
-"""Part of the peak by which two iterations may differ and count as one."""
+"""Part of the peak by which two iterations may differ and still count as equal."""
 
 PATIENCE = 12
-"""Iterations without a curve that fits until it is not waited for, and read ever more seldom: some loops have none."""
+"""Iterations without a fitting curve after which nothing waits for one, and it is read ever more seldom: some loops
+never repeat."""
 
 
 class Reading(NamedTuple):
     """Device memory at one point, without the blocks of offloaded optimizers.
 
     Attributes:
-        used_bytes: in use.
-        ever_bytes: all that has ever been allocated; it only grows.
-        operations: how many times some was allocated, or freed.
-        optimizers: how many have blocks on the device, and share the room.
+        used_bytes: bytes in use.
+        ever_bytes: bytes ever allocated; it only grows.
+        operations: count of allocations and frees.
+        optimizers: optimizers that have blocks on the device, and share the room.
     """
 
     used_bytes: int
@@ -43,25 +44,25 @@ class History(Protocol):
     """Records what the allocator does between two calls, in the host's program order."""
 
     def begin(self) -> bool:
-        """Begin to record; returns whether it does."""
+        """Begin to record; return whether recording has begun."""
 
     def end(self) -> list[int]:
-        """Return bytes allocated, and, below zero, freed."""
+        """Return the bytes of each allocation in order, negative for frees."""
 
 
 class Curve:
     """The points of an iteration, in program order, and the room from each up to the next one.
 
-    One iteration is read, and another one when the model takes another amount of memory, or comes to other points.
+    It is read in one iteration, and again when the model takes another amount of memory or comes to other points.
 
     Attributes:
-        read: reads the memory now; ``None``: no allocator counts it, and there is no room.
-        history: between points; ``None``: only what is allocated in all is known of these.
-        room_bytes: of each point; empty: not known.
-        positions: of each point, how many uses come before it.
-        at: the last of these points to which this iteration has come; -1: none.
-        is_expected: it has come there, and to no other point since.
-        is_new: nobody has used it yet.
+        read: reads the memory now; ``None``: the allocator has no statistics, and there is no room.
+        history: records operations between points; ``None``: only the sum of allocations between points is known.
+        room_bytes: room of each point; empty: not known.
+        positions: for each point, the number of uses before it.
+        at: index of the last point that this iteration has passed; -1: none.
+        is_expected: the last point that came was the expected one.
+        is_new: the engine has not seen this curve yet.
     """
 
     def __init__(self) -> None:
@@ -72,23 +73,23 @@ class Curve:
         self.forget()
 
     def forget(self) -> None:
-        """Know nothing: what an iteration uses is something else now."""
+        """Forget the curve: iterations use other memory from now on."""
         self._end_history()
         self.room_bytes: list[int] = []
         self.positions: list[int] = []
         self.at, self.is_expected = -1, False
         self._names: list[object] = []
-        self._noted: list[tuple[object, int, Reading]] | None = None  # the points of this iteration, if it is read
-        self._has_ended, self._is_wanted = True, False  # the next point begins an iteration, which is read
-        self._peak, self._peak_at, self._last_bytes = Reading(0, 0), 0, 0  # and what the last iteration took there
+        self._noted: list[tuple[object, int, Reading]] | None = None  # points of this iteration; None: it is not read
+        self._has_ended, self._is_wanted = True, False  # does the next point begin an iteration; is that to be read
+        self._peak, self._peak_at, self._last_bytes = Reading(0, 0), 0, 0  # and the bytes of the last iteration there
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether an iteration is about to be read, unless some have gone by and none repeats another."""
+        """Return whether a curve is still to be read, and fewer than ``PATIENCE`` iterations have passed without."""
         return self.read is not None and not self.room_bytes and self._missed < PATIENCE
 
     def come(self, name: object, position: int) -> None:
-        """Come to a point, behind as many uses as ``position``."""
+        """Handle the point ``name``, before which the iteration has had ``position`` uses."""
         assert self.read is not None
         if self._has_ended:
             if self._noted is not None:
@@ -98,7 +99,7 @@ class Curve:
             self._is_recorded = self._noted is not None and self.history is not None and self.history.begin()
         if self._noted is not None:
             self._noted.append((name, position, self.read()))
-        # A root that an evaluation has gathered is not gathered again: one point may be missing.
+        # The root is not gathered again after an evaluation has gathered it: one point may be missing.
         expected = self._names[self.at + 1 : self.at + 3]
         self.is_expected = name in expected
         self.at += expected.index(name) + 1 if self.is_expected else 0
@@ -106,12 +107,12 @@ class Curve:
             self._look_again(self.read())
 
     def end(self, *, repeats: bool) -> None:
-        """End an iteration. ``repeats``: it was as the one before, and the next one may be read."""
+        """End an iteration. ``repeats``: it had the same uses as the one before, and the next one may be read."""
         is_known = bool(self.room_bytes) and self.at + 1 == len(self._names) and not self._is_wanted
         if not repeats or (self.room_bytes and not is_known):
-            self.forget()  # what comes and goes would count where it is read
+            self.forget()  # the reading would count memory that other iterations do not take
         self._missed = 0 if is_known else self._missed + 1
-        if repeats and self._noted is None:  # in the end seldom: each reading costs the host
+        if repeats and self._noted is None:  # ever more seldom: each reading costs the host
             self._is_wanted = not is_known and (self._missed <= PATIENCE or self._missed.bit_count() == 1)
         self.at, self._has_ended = -1, True
 
@@ -122,13 +123,13 @@ class Curve:
         return self.history.end()
 
     def _learn(self, noted: list[tuple[object, int, Reading]], behind: Reading) -> None:
-        """Make a curve of an iteration, and of what is read at the first point of the next."""
+        """Make a curve of the points ``noted`` in an iteration, and ``behind``, read at the first point of the next."""
         events = self._end_history()
         self._is_wanted = False
         readings = [*(reading for *_, reading in noted), behind]
         more_bytes = transients(readings, events)
         is_exact = more_bytes is not None
-        if more_bytes is None:  # all that is allocated up to the next point is no less than what is in use at once
+        if more_bytes is None:  # upper bound: the sum of allocations up to the next point
             more_bytes = [later.ever_bytes - one.ever_bytes for one, later in itertools.pairwise(readings)]
             if min(more_bytes) < 0:  # the statistics have been reset
                 return
@@ -138,11 +139,11 @@ class Curve:
         peak_bytes = max(needed_bytes) if is_exact else self._peak.used_bytes
         room_bytes = [max(0, peak_bytes - one) // self._peak.optimizers for one in needed_bytes]
         names, positions = [name for name, *_ in noted], [position for _, position, _ in noted]
-        self._names, self.positions, self.room_bytes = names, positions, room_bytes  # at once: there are interrupts
+        self._names, self.positions, self.room_bytes = names, positions, room_bytes  # together: an interrupt may come
         self.is_new = True
 
     def _look_again(self, now: Reading) -> None:
-        """Have an iteration read if two in turn take as much as each other, and not what the curve says."""
+        """Ask for a new reading if two iterations in turn agree with each other, but not with the curve."""
         peak_bytes, last_bytes, self._last_bytes = self._peak.used_bytes, self._last_bytes, now.used_bytes
         alike_bytes = ALIKE * peak_bytes
         is_other = abs(now.used_bytes - peak_bytes) > alike_bytes >= abs(now.used_bytes - last_bytes)
@@ -150,21 +151,21 @@ class Curve:
 
 
 class RoomHere:
-    """Holds what the room means for blocks. It is exchanged as a whole: an interrupt leaves nothing of it half done.
+    """Says how many blocks the room allows at each point. It is replaced as a whole, so that no interrupt tears it.
 
     Attributes:
-        curve_bytes: the room of the curve that it was made of.
-        is_known: there is any.
+        curve_bytes: ``room_bytes`` of the curve from which it was made.
+        is_known: the curve is known.
     """
 
     def __init__(self, curve: Curve, cycle: Sequence[Use], pools: Sequence[Pool], leaving: Container[Pool]) -> None:
         """Divide the room.
 
         Args:
-            curve: of this iteration.
-            cycle: its uses.
-            pools: those that profit most in front.
-            leaving: of these, those whose blocks in transit are to lie in the room, too, where no item needs them.
+            curve: the curve of an iteration.
+            cycle: uses of the iteration.
+            pools: all pools, those that gain most from a block first.
+            leaving: pools whose blocks in transit have to fit the room as well, at points where no item needs them.
         """
         self._curve, self._count, self.curve_bytes = curve, len(cycle), curve.room_bytes
         self.is_known, self._positions = bool(curve.room_bytes), curve.positions
@@ -173,7 +174,7 @@ class RoomHere:
         ahead = min(LASTING_POINTS, len(beyond) // 8)
         for number, pool in enumerate(pools if beyond else ()):
             for point in points_of(cycle, self._positions, pool, ahead):
-                beyond[point][number] = max(0, beyond[point][number])  # updates need them, or stores do
+                beyond[point][number] = max(0, beyond[point][number])  # updates or stores need these blocks
         soon = [*beyond, *beyond]
         lasting = [[min(each) for each in zip(*soon[at : at + ahead + 1], strict=True)] for at in range(len(beyond))]
         self._blocks = list(zip(beyond, lasting, strict=True))
@@ -183,11 +184,11 @@ class RoomHere:
         }
 
     def at(self, point: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return how many blocks each pool may have there beyond its count, and of these, how many may come."""
+        """Return ``Pool.beyond`` and ``Pool.lasting`` of each pool at ``point``."""
         return self._blocks[point]
 
     def is_too_early(self, pool: Pool | None, at: int) -> bool:
-        """Return whether what the iteration uses at ``at`` would have to leave before, if it came into ``pool`` now."""
+        """Return whether an item of ``pool``, loaded now for use ``at``, would have to leave before that use."""
         iterations, own = divmod(at, self._count)
         lead = self._leads[id(pool)].get(own) if id(pool) in self._leads else None
         ahead = iterations * len(self._blocks) + point_of(self._positions, own) - self._curve.at
@@ -195,12 +196,12 @@ class RoomHere:
 
 
 def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] | None:
-    """Return how much more than at each point is in use at once before the next one comes.
+    """Return, for each point, the most bytes in use before the next one, on top of those in use at the point.
 
     Args:
-        readings: at each point, and at the one behind the last.
-        events: bytes that were allocated and, below zero, freed since the first reading; if these are not all of them,
-            the result is ``None``.
+        readings: memory at each point, and at the first point of the next iteration.
+        events: bytes allocated, negative for frees, in order since the first reading. The result is ``None`` if they do
+            not match the counted operations.
     """
     counts = [one.operations - readings[0].operations for one in readings]
     if counts[-1] != len(events):
@@ -213,15 +214,15 @@ def leads(
 ) -> dict[int, int]:
     """Return, for each use, how many points ahead of it its items may be loaded without having to leave before it.
 
-    Blocks are left to what updates have used at the last ``behind`` points, beyond those for items in transit: if loads
-    took all of them, compute would wait for the stores of each update, and the link would stand still meanwhile.
+    Loads leave blocks to items that updates used at the last ``behind`` points, except for those in transit: if loads
+    took all blocks, compute would wait for the stores of each update, and the link would be idle meanwhile.
 
     Args:
-        cycle: the uses of an iteration.
-        positions: of each point, how many of them come before it.
-        pool: of these items.
-        most: at each point, the most items of it that may be there and are not kept.
-        behind: points of an iteration.
+        cycle: uses of an iteration.
+        positions: for each point, the number of uses before it.
+        pool: the pool whose items count.
+        most: for each point, the most items of the pool that may be on the device without being kept.
+        behind: a number of points.
     """
     moving = [{item for item in use.items if item.pool is pool and not item.kept} for use in cycle]
     found: dict[int, int] = {}
@@ -229,10 +230,10 @@ def leads(
         lead, first, there, before = 0, point_of(positions, at), set(items), set[Item]()
         begin = stored = at
         while items and lead < len(positions):
-            point = first - lead  # of the iteration before where it is negative
+            point = first - lead  # negative: a point of the iteration before
             while begin > _use_behind(point, cycle, positions):
                 begin -= 1
-                there |= moving[begin]  # they are there as well, if this is loaded ahead of them
+                there |= moving[begin]  # items used in between are on the device as well
             while stored > _use_behind(point - behind, cycle, positions):
                 stored -= 1
                 before |= set() if cycle[stored % len(cycle)].gathers else moving[stored % len(cycle)]
@@ -244,18 +245,18 @@ def leads(
 
 
 def _use_behind(point: int, cycle: Sequence[Use], positions: Sequence[int]) -> int:
-    """Return the number of the first use behind ``point``; both may be of iterations before."""
+    """Return the number of the first use after ``point``; both may belong to earlier iterations."""
     iterations, own = divmod(point, len(positions))
     return positions[own] + iterations * len(cycle)
 
 
 def point_of(positions: Sequence[int], at: int) -> int:
-    """Return the point behind which an iteration has its use ``at``."""
+    """Return the last point before the use ``at`` of an iteration."""
     return max(0, bisect.bisect_right(positions, at) - 1)
 
 
 def points_of(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, behind: int) -> set[int]:
-    """Return the points at which items of ``pool`` that are not kept are used, and so many ``behind`` each of them."""
+    """Return the points before uses of unkept items of ``pool``, and the ``behind`` points after each of them."""
     used = {
         point_of(positions, at)
         for at, use in enumerate(cycle)
@@ -265,9 +266,9 @@ def points_of(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, behind
 
 
 def shares(room_bytes: int, pools: Sequence[Pool], leaving: Sequence[int]) -> list[int]:
-    """Divide room among ``pools``, those that profit most in front; returns how many blocks more each may have.
+    """Divide room among ``pools``, given in the order of their gain; return how many more blocks each may have.
 
-    ``leaving``: so many blocks of each are to lie in the room, too. Those that do not fit count below zero.
+    ``leaving``: blocks of each pool that have to fit the room as well; those that do not fit make the result negative.
     """
     room_bytes -= sum(pool.nbytes * count for pool, count in zip(pools, leaving, strict=True))
     found = [0] * len(pools)

@@ -1,11 +1,13 @@
-"""Items, which have a home on the host and perhaps a place on the device, and the blocks that places are made of.
+"""Items, which have a home on the host and perhaps a place on the device, and the blocks in which places lie.
 
-The marks that protect bytes are kept here, with the bytes, and nowhere else. Each wait for them names its rule:
+The marks that protect bytes are kept here, with the bytes, and nowhere else. Each wait for a mark names its rule:
 
 - R1: a write to a place waits for the place's last users.
 - R2: a read of a home waits for the last store into it.
 - R3: a read of a place waits for the load or update that filled it.
 - R4: a write to a home waits for its readers, or goes to the item's spare home instead.
+
+*Others* are code outside of the engine that holds or reads these bytes: the user, a state dict, a checkpoint's writer.
 """
 
 from collections.abc import Sequence
@@ -16,10 +18,10 @@ from torch import Tensor
 from ..device.lanes import Lane, Mark
 
 BytesAtHome = Sequence[tuple[Tensor, int]]
-"""Host bytes, and the offset in the place to which they belong."""
+"""Pairs of flat host bytes, and the offset in the place (bytes) to which they belong."""
 
 PASSING = 3
-"""Blocks for items in transit, without those of kept items: one is loaded, one updated, one stored."""
+"""Blocks for items in transit, on top of those of kept items: one is loaded, one updated, one stored."""
 
 
 @dataclass(eq=False)
@@ -27,11 +29,11 @@ class Block:
     """Device bytes that are handed from item to item.
 
     Attributes:
-        memory: flat bytes.
-        lane: in whose order it was allocated; what is allocated there next may get it once it is given back.
+        memory: uint8, flat, as long as its pool's ``nbytes``.
+        lane: the lane in whose order it was allocated; a later allocation there may get the memory once it is freed.
         free: R1: marks of the last users; the next owner waits for them before it writes.
-        views: of groups whose parameters have lain there, by their number: what a gather reads.
-        number: in the order in which they were made.
+        views: by group number, flat views that gathers of this group read, if its parameters have lain here.
+        number: position in the order in which the pool's blocks were made.
     """
 
     memory: Tensor
@@ -43,19 +45,19 @@ class Block:
 
 @dataclass(eq=False)
 class Pool:
-    """Blocks of one size, so that what comes fits where something else went.
+    """Interchangeable blocks: any item of the pool fits any block.
 
     Attributes:
-        nbytes: of each block.
-        count: how many there may be at any point of the iteration.
-        beyond: how many more there may be at this one, or less where they are below zero.
-        lasting: of these, those that may come now, as they need not leave soon.
-        made: how many there are, used or not.
-        free: those that no item has, the one that was freed first in front.
-        apart: those whose memory has been given back, the first one behind; they get other memory when they come again.
-        least, most: an update needs as many as ``least``, and more than ``most`` would be of no use.
-        transit: blocks for items that pass through: one is loaded, some are updated, one is stored.
-        passing: those of ``count`` that no kept item takes.
+        nbytes: size of each block.
+        count: blocks allowed at every point of the iteration.
+        beyond: blocks allowed at this point on top of ``count``; negative: fewer are allowed.
+        lasting: blocks of ``beyond`` that may be allocated now, since they need not leave soon.
+        made: blocks that exist, used or not.
+        free: blocks without an item; the one freed first is in front.
+        apart: blocks whose memory was given back, in reverse order of ``number``; they get new memory when used again.
+        least, most: blocks that one update needs, and blocks beyond which nothing is gained.
+        transit: blocks wanted for items that pass through: one is loaded, some are updated, one is stored.
+        passing: blocks of ``count`` that no kept item takes.
     """
 
     nbytes: int
@@ -73,15 +75,15 @@ class Pool:
 
 @dataclass(eq=False, repr=False)
 class Home:
-    """Host bytes of an item, here without spare ones and without others; none of what stays on the device.
+    """Host bytes of an item. This base class has no spare home and is never held by others; it may have no bytes.
 
     Attributes:
-        bytes: those that are the home now.
-        stored: R2: the last store.
-        read: R4, by lane: who still reads them.
-        exposed_at: the number of steps when others looked at it, who may have written it since; ``None``: no look since
-            the last update, and no tensor of others over it.
-        seen: the version when others looked, or the place was filled or stored after that.
+        bytes: the bytes that are the home now; empty for parameters that stay on the device.
+        stored: R2: mark of the last store.
+        read: R4: by lane, the mark of its last read.
+        exposed_at: steps that had ended when others looked at it; they may have written it since. ``None``: no look
+            since the last update, and no tensor of others over it.
+        seen: the version when others looked, or when the place was filled or stored after that.
     """
 
     bytes: BytesAtHome = ()
@@ -95,35 +97,35 @@ class Home:
         return self.bytes
 
     def turn(self) -> BytesAtHome | None:
-        """After an update: return the spare bytes if they are the home from now on (R4, without a wait; a guess)."""
+        """After an update, return the spare bytes if they become the home (R4 without a wait; a speculative step)."""
         return None
 
     def wait_unread(self) -> None:
-        """Block the host until no checkpoint's writer reads what a store will write (R4, on the host)."""
+        """Block the host until no checkpoint's writer reads the bytes that a store will write (R4, on the host)."""
 
     def is_held(self) -> bool:
-        """Return whether others have tensors over it. Called only while it is exposed.
+        """Return whether others have tensors over this home. Called only while it is exposed.
 
-        Only ``step()`` updates and stores state that is held, which lies at home between steps: all that others write
-        there counts, seen or not. Parameters that are held are stored behind their update.
+        Held state is updated and stored by ``step()`` only, and has no place between steps: each write of others to its
+        home counts, whether a version tells of it or not. Held parameters are stored right after their update.
         """
         return False
 
     def version(self) -> object:
-        """Return a count of what others have written here. Our own copies do not count."""
+        """Return a value that changes when others write here. Our own copies do not change it."""
         return None
 
     def see(self) -> None:
-        """Note that place and home are the same now."""
+        """Note that place and home hold the same bytes now."""
         self.seen = self.version()
 
     def expose(self, step: int) -> None:
-        """Note that others are about to look at it, which is as new as the place, and may write it."""
+        """Note that others are about to look at this home, which is as new as the place, and may write it."""
         if self.exposed_at is None:
             self.exposed_at, self.seen = step, self.version()
 
     def waits_for_step(self) -> bool:
-        """Return whether others hold tensors over it, so that an update must not change it before ``step()``."""
+        """Return whether others hold tensors over this home, so that no update may change it before ``step()``."""
         return self.exposed_at is not None and self.is_held()
 
 
@@ -131,23 +133,24 @@ class Home:
 class Item:
     """Bytes with a home: the state of one bucket, or the parameters of one group.
 
-    Without bytes: parameters that stay on the device, of which only marks are kept.
+    With ``nbytes=0`` it stands for parameters that stay on the device, and only carries their marks.
 
     Attributes:
-        name: for people.
-        nbytes: of its place.
-        pool: whose blocks it fits.
+        name: label in traces and messages.
+        nbytes: size of its place.
+        pool: the pool whose blocks it fits.
         home: its bytes on the host.
         fixed: tensors of parameters that stay on the device, for lanes that look for races.
-        exists: there is something at home or in the place; before the first step there is no state.
-        block: its place; ``None``: it is not on the device.
-        dirty: its home is older than its place.
-        kept: prefetches do not evict it, and it is stored only when somebody asks.
-        ready: R3: whoever filled or changed the place.
-        updated: the last update, wherever its bytes are by now.
-        beside: by bucket: updates on the CPU, whose parts of the parameters are others than those of ``updated``.
-        used: by lane: who has read the place since it was filled or changed.
-        known_to: lanes that have waited for ``ready`` already.
+        exists: home or place holds values; state does not exist before the first step.
+        block: the block that is its place; ``None``: it is not on the device.
+        dirty: the home is older than the place.
+        kept: prefetches do not evict it, and it is stored only when others look at it.
+        ready: R3: mark of the load or update that last wrote the place.
+        updated: mark of the last update, even if the item has left the device since.
+        beside: by bucket number, mark of the last update on the CPU; it writes another slice of the parameters than
+            ``updated``.
+        used: R1: by lane, mark of the last read of the place since it was filled or changed.
+        known_to: names of lanes that have waited for ``ready`` already.
     """
 
     name: str
@@ -167,31 +170,31 @@ class Item:
 
     @property
     def stays(self) -> bool:
-        """Return whether it is stored only when somebody asks, and not behind its update."""
+        """Return whether this item is stored only when others look at it, rather than after its update."""
         return self.kept and self.home.exposed_at is None
 
     def is_fresh(self) -> bool:
-        """Return whether the place counts: it is newer than the home, or nobody has written the home since."""
+        """Return whether the place is valid: it is newer than the home, or others have not written the home since."""
         home = self.home
         return home.exposed_at is None or self.dirty or home.seen == home.version()
 
     def written(self, mark: Mark) -> None:
-        """Note that an update has changed the place, up to ``mark``: its home is older now, if it has one."""
+        """Note an update of the place that ends at ``mark``: the home, if it has bytes, is older now."""
         self.ready = self.updated = mark
         self.dirty, self.exists = bool(self.nbytes), True
         if self.home.exposed_at is not None and not self.home.is_held():
-            self.home.exposed_at = None  # nobody has looked at what the next store makes of it
-        self.used.clear()  # the update has waited for all of them
+            self.home.exposed_at = None  # others have not seen the values that the next store writes
+        self.used.clear()  # the update has waited for these readers
         self.known_to.clear()
 
     def copies(self, at_home: BytesAtHome) -> list[tuple[Tensor, Tensor]]:
-        """Pair bytes ``at_home``, some or all of them, with those in the place."""
+        """Pair host bytes ``at_home``, all of the home or a part, with their bytes in the place."""
         assert self.block is not None, self.name
         memory = self.block.memory
         return [(one, memory[offset : offset + one.numel()]) for one, offset in at_home]
 
     def place(self) -> Sequence[Tensor]:
-        """The bytes that an update of it writes."""
+        """Return the device tensors that an update of this item writes."""
         return self.fixed if self.block is None else [self.block.memory[: self.nbytes]]
 
 

@@ -1,4 +1,4 @@
-"""One loop for every mode: what may be updated now, what is used next, is there room for it."""
+"""One loop for every mode: decides what may be updated now, what is loaded next, and whether there is room for it."""
 
 import contextlib
 import threading
@@ -20,7 +20,10 @@ from .items import BytesAtHome, Item, Pool, Use
 
 
 class Mode(NamedTuple):
-    """When updates may begin, and where they run: in a lane of their own, gathers wait for them, and not ``step()``."""
+    """Says when updates may begin, and in which lane they run.
+
+    In the lane "update", gathers wait for updates, and ``step()`` does not.
+    """
 
     begin: Literal["step", "final"]
     lane: Literal["compute", "update"]
@@ -33,15 +36,15 @@ MODES = {
 }
 
 AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
-"""How far prefetches look ahead where parameters stream: in uses, gathers, loads for gathers.
-More gathers and loads would hold up what else uses the link: state for updates, and fully_shard's own small copies."""
+"""Limits of prefetches where parameters stream: uses, gathers, and loads for gathers.
+More would delay other copies over the link: state for updates, and fully_shard's own small copies."""
 
 REDUCTIONS_BEHIND = 4
-"""How many reductions may follow an update before compute waits for it: else gradients of late updates pile up."""
+"""Reductions that may follow an update before compute waits for it. Otherwise gradients of late updates pile up."""
 
 
 STEP_SECONDS, POLL_SECONDS = 300, 0.002
-"""How long another thread waits for the end of a step, and how often it looks."""
+"""Time for which a thread that does not train waits for the end of a step, and time between its checks."""
 
 _NO_END = (
     f"a thread has waited {STEP_SECONDS} s for the end of the step that the backward has begun "
@@ -51,18 +54,18 @@ _NO_END = (
 
 
 class Updates:
-    """One step under way: which buckets it has updated, and how. It is dropped with its end.
+    """The step under way: interface to the code that updates one or more buckets. It is dropped when the step ends.
 
     Attributes:
-        joined_bytes: of state, for which one update is better than one for each bucket; 0: an update has one bucket.
-        way_back: how to undo them, which may be wrong; ``None``: they are certain.
-        done: buckets that it has updated, in order.
-        torn: the buckets whose update runs; after an exception, they may be half updated.
+        joined_bytes: state that one update may cover; 0: an update has one bucket.
+        way_back: undoes the updates of a speculative step; ``None``: the step is certain.
+        done: buckets that this step has updated, in order.
+        torn: buckets whose update is being issued; after an exception, they may be half updated.
         ready: buckets that may be updated now.
-        used_by: the updates of each of the last reductions.
-        began_at: the point of compute at which the backward had it begin, if that did.
-        stepping: the point at which ``step()`` was called; ``None``: outside of it.
-        is_seen: a forward has used parameters that it has updated before ``step()``.
+        used_by: for each of the last reductions, marks behind its updates, and numbers of the buckets updated.
+        began_at: mark of compute where the backward began the step; unset if ``step()`` began it.
+        stepping: mark of compute where ``step()`` was called; ``None`` outside of ``step()``.
+        is_seen: a forward already ran on parameters that the backward updated for this step.
     """
 
     began_at: Mark
@@ -76,30 +79,30 @@ class Updates:
         self.stepping: Mark | None = None
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Bind what one update of ``buckets`` needs now; returns gradients and all else it reads, and the update."""
+        """Bind the tensors that one update of ``buckets`` needs; return those that it reads, and the update."""
         raise NotImplementedError
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
-        """Have the CPU update ``bucket`` once ``after`` have passed; returns at once."""
+        """Let the CPU update ``bucket`` once the marks ``after`` have passed; return the update's mark at once."""
         raise NotImplementedError
 
     def abandon(self, buckets: Sequence[Bucket]) -> None:
-        """Some of all ``buckets`` are not ``done``, and will not be."""
+        """End a step that has failed: those of ``buckets`` that are not ``done`` are not updated any more."""
         raise NotImplementedError
 
 
 class Reductions:
-    """What the backwards ahead of one ``step()`` have done, and what the last ones lead to expect.
+    """Counts reductions ahead of one ``step()``, and predicts from earlier steps when a group's gradients are final.
 
-    Gradients of a group are final after as many reductions as in that of the last four steps with most.
+    They are final after the largest reduction count of the last four steps.
 
     Attributes:
-        counts: by group, its reductions.
-        least: as many are expected where no earlier step tells it; 1: there is no room to keep gradients for more.
-        marks: by group, the end of its last reduction.
-        held: buckets that are not updated, since others hold tensors over what that would change; where all gradients
-            are freed, they are all the same.
-        undone: buckets whose updates were guesses, and have been taken back.
+        counts: reductions of each group.
+        least: reductions expected of a group without a count from earlier steps; 1: there is no room for gradients.
+        marks: by group, mark of its last reduction.
+        held: buckets that wait for ``step()``, since others hold tensors over bytes that the update would change;
+            updated nevertheless where all gradients are freed.
+        undone: buckets whose speculative updates were rolled back.
     """
 
     def __init__(self) -> None:
@@ -108,23 +111,23 @@ class Reductions:
         self.undone: set[Bucket] = set()
         self.counts: dict[int, int] = defaultdict(int)
         self._before: deque[dict[int, int]] = deque(maxlen=4)
-        self._most: dict[int, int] = {}  # of these steps
+        self._most: dict[int, int] = {}  # by group, the largest count in ``_before``
         self.least = 0
 
     def is_final(self, group: int) -> bool:
-        """Return whether no further reduction is expected. In the first step, nobody knows."""
+        """Return whether no further reduction is expected; ``False`` in the first step, unless ``least`` is set."""
         expected = self._most.get(group, 0) or self.least
         return 0 < expected <= self.counts.get(group, 0)
 
     def is_expected(self, group: int) -> bool:
-        """Return whether ``group`` was reduced in one of the last steps; in the first, nobody knows."""
+        """Return whether ``group`` was reduced in one of the last four steps; ``True`` in the first step."""
         return not self._before or group in self._most
 
     def next_is_final(self, group: int) -> bool:
         return self.counts.get(group, 0) + 1 == self._most.get(group, 0)
 
     def end(self, *, stepped: bool = True) -> None:
-        """Begin the next step; without ``stepped``, gradients were cleared, and what was reduced counts for nothing."""
+        """Begin the next step. Without ``stepped``, gradients were cleared: forget these reductions."""
         if stepped and self.counts:
             self._before.append(dict(self.counts))
             self._most = {}
@@ -134,24 +137,24 @@ class Reductions:
 
 
 class Core:
-    """What happens to the items of one optimizer at four events: gather, reduced, step, and somebody looks.
+    """Moves and updates the items of one optimizer at four events: gather, reduced, step, and reads by the user.
 
     Attributes:
-        buckets: in forward order; ``of_group``: by group number, those with parameters of it.
-        weights: by group number, the item of its parameters; without bytes where they stay on the device.
+        buckets: all buckets, in forward order; ``of_group``: by group number, buckets with parameters of the group.
+        weights: by group number, the item of its parameters; ``nbytes`` is 0 if they stay on the device.
         frees_gradients: gradients are freed in the backward that uses them.
-        frees_all: also in the first backward: there is no room for all of them.
+        frees_all: also in the first backward, since the device has no room for all of them.
         last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
-        updates: of the step under way; ``None``: none has begun.
-        updated: the end of the last update in each lane, by its name.
-        away: everything has left the device, or is on its way: what is used comes back, and nothing is prefetched.
-        steps: how many have ended.
-        curve: what the model leaves free at each point.
-        gives_way: no block of state lies above the model's own peak, unless it is kept.
-        lock: held for one operation on all that is here, and never around code of users, which may wait for a thread
-            that has to come in: hooks run in autograd's threads on a GPU.
-        thread: which trains, by its identity: others wait for the end of a step before they look.
-        stream: the lane in which it does.
+        updates: the step under way; ``None``: no step has begun.
+        updated: by lane name, mark of the last update in that lane.
+        away: ``offload()`` was called: items return when they are used, and are not prefetched.
+        steps: steps that have ended.
+        curve: device memory that the model leaves free at each point.
+        gives_way: blocks of state, unless kept, do not raise the model's own peak of memory.
+        lock: held for one operation on this object, and never around users' code, which may wait for a thread that
+            needs the lock: on a GPU, hooks run in autograd's threads.
+        thread: identity of the thread that trains; other threads wait for the end of a step before they look.
+        stream: lane of the stream on which that thread trains.
     """
 
     def __init__(self, lanes: Lanes, device: torch.device, overlap: str) -> None:
@@ -171,13 +174,13 @@ class Core:
         self.gives_way = False
         self._gathers: dict[int, Use] = {}
         self.of_group: dict[int, list[Bucket]] = {}
-        self._followers: dict[int, list[Bucket]] = {}  # by number, those that come after it
+        self._followers: dict[int, list[Bucket]] = {}  # by bucket number, buckets with later ranges of its parameters
         self._of_weights: dict[Item, list[Bucket]] = {}
-        self._gradients: dict[int, list[Tensor]] = {}  # by bucket
+        self._gradients: dict[int, list[Tensor]] = {}  # by bucket number, until compute has waited for the update
         self._room = RoomHere(self.curve, (), (), ())
 
     def take(self, buckets: list[Bucket], weights: dict[int, Item]) -> None:
-        """Be about these from now on. Nothing is under way."""
+        """Replace buckets and weights. Call only while nothing is in flight."""
         self.buckets, self.weights = buckets, weights
         for bucket in buckets:
             bucket.connect(tuple(weights[number] for number in bucket.groups))
@@ -192,12 +195,12 @@ class Core:
 
     @property
     def done(self) -> Mapping[Bucket, None]:
-        """Buckets that the step under way has updated."""
+        """Return the buckets that the step under way has updated."""
         return self.updates.done if self.updates is not None else {}
 
     @property
     def torn(self) -> tuple[Bucket, ...]:
-        """Buckets that it may have half updated."""
+        """Return the buckets that the step under way may have half updated."""
         return self.updates.torn if self.updates is not None else ()
 
     # Threads ----------------------------------------------------------------------------------------------------------
@@ -210,15 +213,15 @@ class Core:
 
     @property
     def is_foreign(self) -> bool:
-        """Return whether the calling thread is not that which trains, nor one of autograd's at work for it."""
+        """Return whether the calling thread is neither the one that trains nor autograd's, which works for it."""
         return threading.get_ident() != self.thread and not runs_in_backward()
 
     @contextlib.contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Let a thread look; one that does not train waits for the end of a step that has begun.
+        """Hold the lock; a thread that does not train first waits for the end of the step under way.
 
         Raises:
-            RuntimeError: the step does not end.
+            RuntimeError: the step has not ended within ``STEP_SECONDS``.
         """
         give_up = time.monotonic() + STEP_SECONDS
         with self.lock:
@@ -231,7 +234,7 @@ class Core:
     # Events -----------------------------------------------------------------------------------------------------------
 
     def come(self, name: object) -> None:
-        """The model comes to a point, on the compute stream, behind which it takes more memory than before, or less."""
+        """Handle a point of the model, on the compute stream, after which its memory grows or shrinks."""
         if self.curve.read is None:
             return
         self.curve.come(name, self.timeline.noted)
@@ -248,7 +251,7 @@ class Core:
         self._room = RoomHere(self.curve, self.timeline.cycle, self.cache.pools, leaving)
 
     def gather(self, number: int, stream: torch.Stream | None) -> None:
-        """Parameters of a group are about to be read on ``stream``; ``None``: the current one."""
+        """Prepare a read of a group's parameters on ``stream``; ``None``: the current one."""
         item = self.weights.get(number)
         if item is None or not (item.nbytes or self.mode.lane == "update"):
             return
@@ -260,29 +263,32 @@ class Core:
             lane.touch(reads=item.place())
 
     def _wait_ready(self, item: Item, lane: Lane) -> None:
-        """R3: an update, a load, or what comes up from the CPU may still write them. This *is* overlap="forward"."""
+        """Make ``lane`` wait (R3) for the update, load or copy from the CPU that may still write parameters.
+
+        This *is* overlap="forward".
+        """
         if lane.name not in item.known_to and (item.ready is not None or item.beside):
             with self._timed_wait(lane):
                 lane.wait(item.ready, *item.beside.values())
             item.known_to.add(lane.name)
 
     def _timed_wait(self, lane: Lane, **how: bool) -> contextlib.AbstractContextManager[None]:
-        # A stream that gathers ahead may wait while compute goes on: only compute is timed.
+        # A stream that gathers ahead may wait while compute runs on: only waits of compute are timed.
         watch = self.cache.stopwatch if lane is self.lanes.compute else None
         return contextlib.nullcontext() if watch is None else watch.waiting(**how)
 
     def timed_call(self) -> contextlib.AbstractContextManager[None]:
-        """Time for how long the device waits for the host within it, where updates do not run on compute."""
+        """Time how long the device waits for the host in this block, if updates run in a lane of their own."""
         watch = self.cache.stopwatch if self.mode.lane == "update" else None
         return contextlib.nullcontext() if watch is None else watch.calling()
 
     def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
-        """The read has been issued. ``counts``: it is part of training, and not of an evaluation."""
+        """Note that the read has been issued. ``counts``: it belongs to training rather than to an evaluation."""
         item = self.weights.get(number)
         if item is None or not (item.nbytes or self.mode.lane == "update"):
             return
         lane = self.lanes.compute if stream is None else self.lanes.on(stream)
-        item.used[lane.name] = lane.mark()  # R1: the next update of these parameters, or load there, waits for it
+        item.used[lane.name] = lane.mark()  # R1: the next update of the parameters, or load into the place, waits
         if item.nbytes:
             if counts:
                 self.timeline.note(self._gathers[number])
@@ -292,7 +298,7 @@ class Core:
         return self.updates is not None and not self.updates.done.keys().isdisjoint(self.of_group.get(number, ()))
 
     def uses(self, number: int) -> None:
-        """Compute is about to use a gathered group: wait for its updates, and hold their gradients no longer."""
+        """Make compute, which is about to use a gathered group, wait for its updates; then release their gradients."""
         done = self.updates.done if self.updates is not None else {}
         for bucket in self.of_group.get(number, ()):
             if bucket.number in self._gradients and bucket not in done:
@@ -303,12 +309,12 @@ class Core:
                 del self._gradients[bucket.number]
         item = self.weights.get(number)
         if item is not None and item.block is not None:
-            self._wait_ready(item, self.lanes.compute)  # as the gather did, which compute waits for: here it is timed
+            self._wait_ready(item, self.lanes.compute)  # the gather waited as well; on compute the wait is timed
 
     def reduced(self, number: int, event: object, *, goes_on: bool) -> Sequence[Bucket]:
-        """Gradients of group ``number`` have been reduced, as of ``event`` of torch's: return buckets to update now.
+        """Count a reduction of group ``number``, which ends at torch's ``event``; return buckets to update now.
 
-        They are those whose gradients are final, each followed by those with later ranges of its parameters.
+        These have final gradients; each is followed by buckets with later ranges of its parameters.
         ``goes_on``: a step has begun in this backward, or may begin here.
         """
         self.reductions.counts[number] += 1
@@ -324,7 +330,7 @@ class Core:
                 continue
             exposed = [one.home for one in (bucket.state, *bucket.weights) if one.home.exposed_at is not None]
             if exposed and any(home.waits_for_step() for home in exposed):
-                self.reductions.held.add(bucket)  # what they see changes in step(), as without offload
+                self.reductions.held.add(bucket)  # values that others hold change in step(), as without offload
                 if not self.frees_all:
                     continue
             found.append(bucket)
@@ -338,10 +344,10 @@ class Core:
         self.updates = updates
 
     def run(self, ready: Sequence[Bucket]) -> None:
-        """In the backward: update ``ready``, if a step has begun, and load what is used next."""
+        """In the backward, update ``ready`` if a step has begun, and load the items that are used next."""
         updates = self.updates
         if updates is None:
-            self.prefetch()  # step() will find them
+            self.prefetch()  # for step(), which will update them
             return
         before = len(updates.done)
         updates.ready += ready
@@ -350,9 +356,9 @@ class Core:
             self._let_go(updates, [bucket.number for bucket in list(updates.done)[before:]])
 
     def _let_go(self, updates: Updates, updated: list[int]) -> None:
-        """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; if they are late, compute waits.
+        """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; compute waits for late updates.
 
-        Reductions allocate in this memory, on a stream that waits for compute.
+        Later reductions reuse the memory, on a stream that waits for compute.
         """
         updates.used_by.append(([*self.updated.values()], updated))
         while len(updates.used_by) > REDUCTIONS_BEHIND:
@@ -364,15 +370,15 @@ class Core:
                 self._gradients.pop(number, None)
 
     def step(self, wanted: Sequence[Bucket], late: Container[Bucket] = ()) -> None:
-        """Update those of ``wanted`` that the backward has not, and those that gradients came too ``late`` for."""
+        """Update buckets of ``wanted`` that the backward has not updated, or that got a gradient too ``late``."""
         assert self.updates is not None
         self.updates.stepping = self.lanes.compute.mark()
         left = [one for one in wanted if one not in self.updates.done or one in late]
-        # Buckets of the CPU need no load: they go first, and the CPU works meanwhile.
+        # Buckets of the CPU need no load: issue them first, so that the CPU works while others are loaded.
         self.updates.ready = sorted(left, key=lambda bucket: not bucket.on_host)
         aside = self.mode.lane == "update"
         try:
-            # Compute waits here where copies fill the driver's queue: then the host waits, and the forward begins late.
+            # The host waits here if copies fill the driver's queue, and so does compute: the forward begins late.
             with self._timed_wait(self.lanes.compute, with_host=True) if aside else contextlib.nullcontext():
                 self.pump(self.updates)
                 for item in list(self.cache.held):
@@ -386,23 +392,23 @@ class Core:
         self._settle_held([*[bucket.state for bucket in wanted], *self.weights.values()])
         for bucket in self.of_group.get(ELSEWHERE, ()):
             if bucket.groups == (ELSEWHERE,):
-                self._gradients.pop(bucket.number, None)  # no gather comes that would let go of them
+                self._gradients.pop(bucket.number, None)  # no gather will release them
 
     def _settle_held(self, items: Iterable[Item]) -> None:
-        """End the step for those who hold tensors over homes: what they see changes in ``step()`` only, as plain's."""
+        """Block the host until exposed items are stored: tensors of others change in ``step()``, and not after it."""
         for item in items:
             if item.home.exposed_at is not None and item.home.stored is not None:
-                item.home.stored.synchronize()  # R2, on the host: they may read and write the home from now on
+                item.home.stored.synchronize()  # R2, on the host: others may read and write the home after step()
                 if item not in self._of_weights:
-                    self.cache.drop(item)  # not every write counts a version: the next step() loads the home again
+                    self.cache.drop(item)  # not every write changes a version: the next step() loads the home again
 
     def end(self) -> bool:
-        """End the iteration, its step being complete; returns whether it repeated the one before."""
+        """End the iteration, whose step is complete; return whether it repeated the one before."""
         first = not self.timeline.cycle
         self.cache.moved.held_updates = len(self.reductions.held)
         self.reductions.end()
         self.updates = None
-        self.timeline.end()  # behind an interrupt from here on, the step is over, and only time is lost
+        self.timeline.end()  # after an interrupt from here on, the step is over, and only time is lost
         if self.curve.read is not None:
             self.curve.end(repeats=self.timeline.repeats)
         self.last_moved, self.cache.moved, self.cache.is_full = self.cache.moved, Moved(), False
@@ -419,7 +425,7 @@ class Core:
         self._divide_room()
 
     def pump(self, updates: Updates) -> None:
-        """Update what may be updated now; load what is used next."""
+        """Update all ready buckets, and load the items that are used next."""
         if not updates.ready:
             self.prefetch()
         while updates.ready:
@@ -427,10 +433,10 @@ class Core:
             self.prefetch()
 
     def _take_ready(self, updates: Updates) -> tuple[Bucket, ...]:
-        """Take the next bucket, and what one update can join to it: each update costs the host 0.3 ms.
+        """Take the next bucket, and others that one update can join to it: each update costs the host 0.3 ms.
 
-        These are buckets of the same groups that are on the device already. One block in transit is left to the next
-        load, so that the link is busy both ways while those of an update are stored.
+        It joins buckets of the same groups whose items are on the device already. It leaves one block in transit to the
+        next load, so that the link is busy both ways while the updated items are stored.
         """
         first, *others = updates.ready
         taken, nbytes, passing = [first], first.state.nbytes, int(not first.state.kept)
@@ -447,7 +453,7 @@ class Core:
         return tuple(taken)
 
     def update(self, updates: Updates, buckets: Sequence[Bucket]) -> None:
-        """Run the user's optimizer on ``buckets``, and send home what changed."""
+        """Run the user's optimizer on ``buckets``, and store the items that it has changed."""
         first, cache = buckets[0], self.cache
         if first.on_host:
             self._update_on_host(updates, first)
@@ -463,7 +469,7 @@ class Core:
                 guess.guard(one)
         lane.wait(*self._with_gradients(updates, first))
         if creates:
-            lane.wait(*self.updated.values())  # it writes counters, and what the optimizer shares among parameters
+            lane.wait(*self.updated.values())  # R3: they may still be writing counters, and tensors of all parameters
         items = {item: None for one in buckets for item in (one.state, *one.weights)}
         with self._timed_wait(lane, in_step=True):
             for item in items:
@@ -475,15 +481,15 @@ class Core:
         try:
             with recorded(f"fsdp_offload U {first.state.name}"):
                 lane.run(job, reads=gradients, writes=(memory for item in items for memory in item.place()))
-        finally:  # an update that fails has issued a part
+        finally:  # an update that fails has issued some kernels
             self.updated[lane.name] = mark = lane.mark()
             for item in items:
-                item.used[lane.name] = mark  # R1: whoever gets the place waits for that part
+                item.used[lane.name] = mark  # R1: the next owner of the place waits for these kernels
         for item in items:
             cache.changed(item, mark)
         self._hold(updates, gradients, buckets)
         updates.done.update(dict.fromkeys(buckets))
-        cache.pinned, updates.torn = (), ()  # last: an interrupt in between leaves no bucket that counts for neither
+        cache.pinned, updates.torn = (), ()  # last: an interrupt leaves each bucket in done or in torn
         cache.moved.updates += len(buckets)
         if guess is not None:
             for one in buckets:
@@ -491,38 +497,38 @@ class Core:
         self._send_home(updates, buckets, guess)
 
     def _lane_of(self, updates: Updates, buckets: Sequence[Bucket]) -> Lane:
-        """Choose where ``buckets`` are updated. Those that are kept never stand behind one that waits for its load.
+        """Choose the lane of an update. Kept buckets have their own, so that they never wait for another's load.
 
-        The next forward needs those first. Each update waits for the one before of the same parameters: ``Item.ready``.
+        The next forward needs them first. Each update waits for the last one of the same parameters: ``Item.ready``.
         """
         if not buckets[0].state.exists:
-            return self.lanes.compute  # an optimizer allocates what it creates on the stream that it runs on
+            return self.lanes.compute  # an optimizer allocates new state on the stream that it runs on
         if updates.joined_bytes and all(one.state.kept for one in buckets) and self.mode.lane == "update":
             return self.lanes.update_kept
         lane: Lane = getattr(self.lanes, self.mode.lane)
         return lane
 
     def _with_gradients(self, updates: Updates, bucket: Bucket) -> list[Mark]:
-        """Return marks behind which the gradients of a bucket, and hyperparameters, are what its update is to see."""
+        """Return marks after which the gradients of a bucket, and hyperparameters, have their final values."""
         if updates.stepping is not None:
             return [updates.stepping]  # clipping, or the user, may still be changing them on the compute stream
-        # They may still be being reduced, and compute may be copying hyperparameters that are tensors.
+        # The reduction may still be writing gradients, and compute may be copying hyperparameters that are tensors.
         return [updates.began_at, *(self.reductions.marks[group] for group in bucket.groups)]
 
     def _hold(self, updates: Updates, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
-        """Keep gradients until compute has waited for the update that reads them, in the next gather.
+        """Keep gradients alive until compute has waited for the update that reads them, in the next gather.
 
-        Those of a group share one buffer of the reduce-scatter stream, freed with its last reference, and reductions
-        wait for compute.
+        Gradients of a group share one buffer of the reduce-scatter stream. It is freed with its last reference, and the
+        next reduction that gets the memory waits for compute only.
         """
         for one in buckets if self.mode.lane == "update" else ():
-            before = self._gradients.get(one.number, []) if one in updates.done else []  # others have come late
+            before = self._gradients.get(one.number, []) if one in updates.done else []  # these gradients came late
             self._gradients[one.number] = [*before, *gradients]
 
     def _send_home(self, updates: Updates, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
-        """Store what an update has changed; after a guess also what is kept: the next guess needs it at home.
+        """Store the items of updated buckets; in a speculative step also kept ones, which the next one needs at home.
 
-        State that passes gives its place up: the next load waits for the first of these stores, and not for the last.
+        State that is not kept gives up its place: the next load waits for its store, and not for later ones.
         """
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in self._of_weights
@@ -536,15 +542,15 @@ class Core:
                 self.timeline.note(one.use)
 
     def _update_on_host(self, updates: Updates, bucket: Bucket) -> None:
-        """Let the CPU update a bucket: its state stays in its home, and its part of the parameters is copied up.
+        """Let the CPU update a bucket: its state stays in its home, and its slice of the parameters is copied up.
 
-        Nobody waits for gathers here: the gradients, which are waited for, were made after them.
+        No wait for gathers is needed (R1): the update waits for the gradients, which were made after them.
         """
         bucket.state.exists = True
         if (
             updates.stepping is None and bucket not in self.reductions.held
         ):  # not asked again: updates hold tensors over it, too
-            bucket.state.home.exposed_at = None  # nobody has looked at what this one makes of it
+            bucket.state.home.exposed_at = None  # others have not seen the values that this update writes
         bucket.state.home.stored = mark = updates.on_host(
             bucket, self._with_gradients(updates, bucket)
         )  # R2: the update is the store
@@ -555,7 +561,7 @@ class Core:
         self.cache.moved.updates += 1
 
     def prefetch(self) -> None:
-        """Load what is used next, nearest first, of each pool until something needed sooner would have to leave."""
+        """Load the next items of each pool, nearest use first, until an item needed sooner would have to leave."""
         if self.away:
             return
         timeline, cycle, gathers, loads = self.timeline, self.timeline.cycle, 0, 0
@@ -580,29 +586,29 @@ class Core:
                 timeline.there = at + 1
 
     def _may_be_written(self, item: Item) -> bool:
-        """Return whether others may write the home before the next update: what is loaded now would lack that."""
+        """Return whether others may write the home before the next update: a load now would miss the write."""
         if item in self._of_weights or not item.home.is_held():
             return False
         updates = self.updates
         return updates is None or updates.stepping is None or not any(one.state is item for one in updates.ready)
 
-    # Those who look ---------------------------------------------------------------------------------------------------
+    # Reads by the user ------------------------------------------------------------------------------------------------
 
     def wait_updated(self, *, lets_go: bool = True) -> None:
-        """Let the current stream wait for all updates: each marks the parameters that it has written.
+        """Make the current stream wait for all updates, so that it reads new parameters and counters.
 
-        ``lets_go``: the current stream is the one that trains, and gradients need not be held for these updates.
+        ``lets_go``: the current stream is the one that trains: release the gradients held for these updates.
         """
         for item in self.weights.values():
             self.lanes.compute.wait(item.updated, *item.beside.values())
-        self.lanes.compute.wait(*self.updated.values())  # counters, which may be written after them
+        self.lanes.compute.wait(*self.updated.values())  # R3: counters may be written after the parameters
         if lets_go:
             self._gradients.clear()
 
     def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
-        """Block the host until these are at home; whoever asked may write there, unless ``may_write`` is false.
+        """Block the host until the homes of ``items`` are up to date. ``may_write``: the caller may write there.
 
-        Versions do not count all writes (``torch._foreach_*`` on DTensors), so places are loaded again before use.
+        Versions miss some writes (``torch._foreach_*`` on DTensors), so places are then loaded again before use.
         """
         items, updated = list(items), self._updated_items()
         self.cache.flush(items)
@@ -611,26 +617,26 @@ class Core:
             if home.stored is not None:
                 home.stored.synchronize()  # R2, on the host
             for mark in home.read.values():
-                mark.synchronize()  # R4, on the host: whoever looks may write
+                mark.synchronize()  # R4, on the host: the caller may write the home
             home.expose(self.steps)
-            if may_write and item not in updated:  # of those, the device has newer bytes, and a write cannot count
+            if may_write and item not in updated:  # an updated item is newer in its place, and a write cannot count
                 home.seen = None
         for mark in self.updated.values():
-            mark.synchronize()  # counters, which are written where they are
+            mark.synchronize()  # R3, on the host: counters, which updates write in place
 
     def settle(self) -> None:
-        """Block the host until everything is at home, and give up all places: homes are about to be written."""
+        """Block the host until all homes are up to date, and give up all places: homes are about to be written."""
         self.wait_home([*(bucket.state for bucket in self.buckets), *self.weights.values()])
         self.cache.forget(list(self.cache.held))
 
     def abandon(self) -> None:
-        """An exception has ended a step: forget what it has left on the device of a bucket that is half updated."""
+        """End a step that an exception has stopped: drop the places of half updated buckets, and store the others."""
         for mark in self.updated.values():
             mark.synchronize()
         updated, torn = self._updated_items(), [item for bucket in self.torn for item in bucket.streamed]
         self.cache.forget([item for item in torn if item.block is not None and item not in updated])
         self.cache.pinned = ()
-        self._gradients.clear()  # their updates have ended
+        self._gradients.clear()  # the updates that read them have ended
         if self.updates is not None:
             self.updates.torn = ()
             self.updates.abandon(self.buckets)
@@ -640,7 +646,7 @@ class Core:
             self.reset()
 
     def forget_updates(self) -> None:
-        """All updates of this step have been undone: ``step()`` runs them again."""
+        """Forget the updates of this step, which have been undone: ``step()`` runs them again."""
         self.reductions.undone |= self.done.keys()
         self.cache.pinned, self.updates = (), None
 
@@ -648,7 +654,7 @@ class Core:
         return {item for bucket in self.done for item in (bucket.state, *bucket.streamed)}
 
     def reset(self) -> None:
-        """Begin anew, with whatever is at home."""
+        """Begin a new iteration from the values at home."""
         self.updates = None
         self.timeline.abandon()
         if self.curve.read is not None:
@@ -659,16 +665,16 @@ class Core:
 
 
 class WayBack:
-    """Undoes updates of one step that were guesses: places are forgotten, and old parameters come up again."""
+    """Undoes the updates of one speculative step: forgets places, and copies old parameters back to the device."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # homes, and their versions if users have looked
-        self._stored: set[Bucket] = set()  # whose old parameters are on the host, or on their way
-        self._versions: dict[Tensor, object] = {}  # of these parameters, and behind the updates of this step
+        self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # old homes; their versions, if users have looked
+        self._stored: set[Bucket] = set()  # buckets whose old parameters are stored, or being stored, on the host
+        self._versions: dict[Tensor, object] = {}  # of their parameters: when stored, or after this step's update
 
     def guard(self, bucket: Bucket) -> None:
-        """Before the update of ``bucket``, store what take-back will load, unless it is on the host."""
+        """Before the update of ``bucket``, store the bytes that a roll-back needs and the host does not have."""
         for item in bucket.streamed:
             if item not in self._before:
                 if item.dirty:
@@ -677,47 +683,47 @@ class WayBack:
         self.keep(bucket)
 
     def keep(self, bucket: Bucket) -> None:
-        """Store the old parameters of ``bucket``, unless that has been done and nobody has written them since."""
+        """Store the old parameters of ``bucket``, unless they are stored already and the user has not written them."""
         known, versions = self._versions, dict(zip(bucket.params, versions_of(bucket.params), strict=True))
         if not versions.items() <= known.items():
             written = {one for one, version in versions.items() if known.get(one, version) != version}
-            if written:  # also those of other buckets that have a range of them
+            if written:  # also old parameters of other buckets that have a range of a written one
                 self._stored = {one for one in self._stored if written.isdisjoint(one.params)}
         self._versions |= versions
         if bucket in self._stored or not bucket.old:
             return
         lanes = self.core.lanes
-        lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write there, too
+        lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write on it, too
         lanes.store.copy(bucket.old)
         mark = lanes.store.mark()
         for item in bucket.weights:
-            item.used["store"] = mark  # R1: the update writes what this reads
+            item.used["store"] = mark  # R1: the update writes the parameters that this store reads
         self._stored.add(bucket)
 
     def updated(self, bucket: Bucket) -> None:
-        """The update of ``bucket`` has written its parameters: for other ranges of these it is not a user's write."""
+        """Note that the update of ``bucket`` has written its parameters, so that it is not taken for a user's write."""
         self._versions.update(zip(bucket.params, versions_of(bucket.params), strict=True))
 
     def is_written(self) -> bool:
-        """Return whether somebody has written a home since its update."""
+        """Return whether others have written a home since its update."""
         looked_at = [(item.home, seen) for item, (_, seen) in self._before.items() if seen is not None]
         return any(home.version() != seen for home, seen in looked_at)
 
     def roll_back(self) -> None:
-        """Undo all updates of this step, for what follows on the compute stream."""
+        """Undo all updates of this step, in the order of the compute stream."""
         core, lanes = self.core, self.core.lanes
-        core.wait_updated()  # updates read gradients that the user may write from now on
-        lanes.load.wait(*core.updated.values())  # R1: they have waited for gathers; failed ones have marked no item
+        core.wait_updated()  # updates read gradients, which the user may write after this
+        lanes.load.wait(*core.updated.values())  # R1: updates have waited for gathers; failed ones have marked no item
         core.cache.forget(self._before)
         for item, (before, _) in self._before.items():
             item.home.bytes = before
-            item.home.read.clear()  # the update has waited for its loads, and the next one will for loads after them
-            item.home.expose(core.steps)  # tensors over it are still the user's, and may be written before step()
+            item.home.read.clear()  # the update has waited for its loads, and the next one waits for later loads
+            item.home.expose(core.steps)  # the user may still hold tensors over it, and write them before step()
         for bucket in (*core.done, *core.torn):
             if bucket.old:
                 lanes.load.copy([(param, old) for old, param in bucket.old])
                 mark = lanes.load.mark()
                 for item in bucket.weights:
                     item.written(mark)
-                lanes.compute.wait(mark)  # R3: the user may read them without a gather
+                lanes.compute.wait(mark)  # R3: the user may read parameters without a gather
         core.forget_updates()

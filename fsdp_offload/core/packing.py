@@ -1,9 +1,9 @@
-"""State shards to buckets: which bytes move together, where they live at home and where in a slot. Pure arithmetic.
+"""Packs state shards into buckets: which bytes move together, their offsets at home and in a place. Pure arithmetic.
 
 A *leaf* is one dense tensor of a parameter's state (``exp_avg``, the codes of a quantized moment). At home, every leaf
 is contiguous for its whole shard, since users and checkpoints see it as one tensor. A bucket holds whole shards or flat
-ranges of them. Whole shards lie in the arena just as in the slot, so a bucket of them is one copy; a range of a cut
-shard costs one copy for each leaf.
+ranges of them. Whole shards are laid out in the arena as in the place, so a bucket of them is one copy; a range of a
+cut shard costs one copy for each leaf.
 """
 
 import bisect
@@ -14,10 +14,10 @@ from typing import NamedTuple
 from ..device.arena import BREAK_BYTES, PAGE_BYTES, aligned
 
 CUT_NUMEL = 64
-"""Cuts fall on multiples of this many elements: vectorized kernels may round a vector's tail differently."""
+"""Cut shards at multiples of this many elements: vectorized kernels may round a vector's tail differently."""
 
 _SMALL_BUCKET_BYTES = 16 << 20
-"""Below this, launching a bucket costs as much as copying it."""
+"""Size below which launching a bucket costs as much as copying it."""
 
 
 class ShardSpec(NamedTuple):
@@ -25,8 +25,8 @@ class ShardSpec(NamedTuple):
 
     numel: int  # elements of the parameter's local shard
     leaf_nbytes: tuple[int, ...]
-    cuttable: bool  # every leaf then has ``numel`` elements
-    together: int = 0  # only shards of one number share a bucket
+    cuttable: bool  # may be cut into ranges; every leaf then has ``numel`` elements
+    together: int = 0  # only shards with the same number share a bucket
 
 
 class Range(NamedTuple):
@@ -38,7 +38,7 @@ class Range(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Bytes that move in one copy between the arena and a slot."""
+    """Bytes that move in one copy between the arena and a place."""
 
     home_offset: int
     slot_offset: int
@@ -49,16 +49,16 @@ class Packed(NamedTuple):
     """Ranges that are loaded, updated and stored together."""
 
     ranges: tuple[Range, ...]
-    leaf_offsets: tuple[tuple[int, ...], ...]  # for each range, where each leaf begins in the slot
-    leaf_copies: tuple[tuple[int, Move], ...]  # the shard, and a copy of one leaf of it
-    nbytes: int  # of the slot
+    leaf_offsets: tuple[tuple[int, ...], ...]  # for each range, the offset of each leaf in the place
+    leaf_copies: tuple[tuple[int, Move], ...]  # pairs of a shard's number and the copy of one of its leaves
+    nbytes: int  # size of the place
 
 
 class ArenaLayout(NamedTuple):
-    """Where shards live in an arena."""
+    """Offsets of shards in an arena, in bytes."""
 
-    offsets: tuple[tuple[int, ...], ...]  # for each shard, where each leaf begins
-    ends: tuple[int, ...]  # for each shard, where it ends
+    offsets: tuple[tuple[int, ...], ...]  # for each shard, the offset of each leaf
+    ends: tuple[int, ...]  # for each shard, the offset of its end
     breaks: tuple[int, ...]  # page-aligned offsets that no leaf and no copy crosses: memory may be divided there
 
     @property
@@ -69,12 +69,12 @@ class ArenaLayout(NamedTuple):
         return bisect.bisect_right(self.ends, nbytes)
 
     def end_of(self, count: int) -> int:
-        """Where the first ``count`` shards end."""
+        """Return the offset at which the first ``count`` shards end."""
         return self.ends[count - 1] if count else 0
 
 
 def place_homes(shards: Iterable[Sequence[int]]) -> ArenaLayout:
-    """Place shards one after the other; each is given as the bytes of its leaves."""
+    """Lay shards end to end; each is given as the bytes of its leaves."""
     offsets, ends, breaks = [], [], [0]
     end = 0
     for leaf_nbytes in shards:
@@ -90,13 +90,13 @@ def place_homes(shards: Iterable[Sequence[int]]) -> ArenaLayout:
 def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[Packed, ...], ArenaLayout]:
     """Pack ``shards``, in the given order, into buckets of at most ``bucket_bytes`` as far as cuts allow.
 
-    Where there are many buckets, the first and the last are smaller: nothing overlaps with the first load and the last
+    If there are many buckets, the first and the last are smaller: nothing overlaps with the first load and the last
     store, so they should be short.
 
     Args:
         shards: this rank's state shards. Empty ones (``numel == 0``) belong to a bucket like any other.
-        bucket_bytes: the size not to exceed. A shard that does not fit into what is left of a bucket is cut there if it
-            may be; one that may not and is larger than this is a bucket alone.
+        bucket_bytes: largest size of a bucket. A shard that does not fit the rest of a bucket is cut there if it may
+            be; one that may not be cut and is larger is a bucket alone.
 
     Returns:
         The buckets, and the homes of the shards.
@@ -107,27 +107,27 @@ def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[
 
 def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range, ...]]:
     total_bytes = sum(aligned(nbytes) for shard in shards for nbytes in shard.leaf_nbytes)
-    # A little state is two buckets rather than one: with one, nothing overlaps.
+    # Divide a little state into two buckets: with one, nothing overlaps.
     bucket_bytes = min(most_bytes, max(aligned(total_bytes // 2), _SMALL_BUCKET_BYTES))
     done_bytes = 0
     for _, grouped in itertools.groupby(enumerate(shards), key=lambda numbered: numbered[1].together):
         run = list(grouped)
         is_even = all(shard.cuttable for _, shard in run)
-        left_bytes = sum(aligned(nbytes) for _, shard in run for nbytes in shard.leaf_nbytes)  # of the run
+        left_bytes = sum(aligned(nbytes) for _, shard in run for nbytes in shard.leaf_nbytes)  # unpacked, of the run
         ranges: list[Range] = []
         filled_bytes = 0
         for index, shard in run:
             start, stop = 0, -1
             while stop < shard.numel:
-                # Buckets of a run are alike: places have one size, and what one leaves is lost. (A cut is not where it
-                # would be even.)
+                # Make buckets of a run alike: blocks have one size, and what a bucket leaves of its block is lost.
+                # (Cuts do not fall exactly where buckets would be even.)
                 parts = max(1, -(-left_bytes // bucket_bytes))
                 limit_bytes = min(bucket_bytes, left_bytes // parts * 65 // 64 + CUT_NUMEL * 64)
                 limit_bytes = limit_bytes if is_even else bucket_bytes
                 if total_bytes >= 16 * most_bytes:
                     ramp_bytes = min(done_bytes, (total_bytes - done_bytes) // 2)
                     limit_bytes = max(bucket_bytes // 4, min(limit_bytes, ramp_bytes))
-                # Whether what follows fits the other parts, whose cuts will not fill them to the last byte.
+                # The rest of the run fits the other parts, whose cuts will not fill them to the last byte.
                 is_full = left_bytes - filled_bytes <= (parts - 1) * bucket_bytes * 63 // 64
                 room_bytes = limit_bytes - filled_bytes
                 stop = _take_until(shard, start, room_bytes, bucket_bytes, is_first=not ranges, is_full=is_full)
@@ -145,14 +145,14 @@ def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range,
 def _take_until(
     shard: ShardSpec, start: int, room_bytes: int, bucket_bytes: int, *, is_first: bool, is_full: bool
 ) -> int:
-    """How far ``shard`` goes into what is left of a bucket: to its end, to a cut, or not at all (``start``)."""
+    """Return the element of ``shard`` up to which the rest of a bucket takes it: the end, a cut, or ``start``."""
     if sum(_leaf_range_nbytes(shard, start, shard.numel)) <= max(0, room_bytes):
         return shard.numel
     if not shard.cuttable:
         return shard.numel if is_first else start
     is_small = sum(shard.leaf_nbytes) <= bucket_bytes // 4
     if is_full and not is_first and (is_small or room_bytes < bucket_bytes // 8):
-        return start  # not worth a cut: each costs a copy for every leaf
+        return start  # a cut is not worth it: it costs a copy for every leaf
     units = room_bytes // (CUT_NUMEL * sum(nbytes // shard.numel for nbytes in shard.leaf_nbytes))
     if units < 1 and not is_first:
         return start
@@ -160,7 +160,7 @@ def _take_until(
 
 
 def lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: ArenaLayout) -> Packed:
-    """Lay ``ranges`` of ``shards`` end to end in a slot."""
+    """Lay ``ranges`` of ``shards`` end to end in a place."""
     leaf_offsets: list[tuple[int, ...]] = []
     copies: list[tuple[int, Move]] = []
     end = 0
@@ -176,14 +176,14 @@ def lay_out(ranges: tuple[Range, ...], shards: Sequence[ShardSpec], homes: Arena
 
 
 def _leaf_range_nbytes(shard: ShardSpec, start: int, stop: int) -> list[int]:
-    """Slot bytes of each leaf of a range, with the padding that keeps the next leaf aligned."""
+    """Return the bytes of each leaf of a range in a place, with the padding that keeps the next leaf aligned."""
     if start == 0 and stop == shard.numel:
         return [aligned(nbytes) for nbytes in shard.leaf_nbytes]
     return [aligned(nbytes // shard.numel * (stop - start)) for nbytes in shard.leaf_nbytes]
 
 
 def join_copies(copies: Iterable[Move], breaks: Container[int]) -> list[Move]:
-    """Join copies that continue each other at home and in the slot, unless memory may be divided between them."""
+    """Join copies that continue each other at home and in the place, unless memory may be divided between them."""
     joined: list[Move] = []
     for copy in copies:
         home, slot, nbytes = joined[-1] if joined else (0, 0, 0)
@@ -195,11 +195,11 @@ def join_copies(copies: Iterable[Move], breaks: Container[int]) -> list[Move]:
 
 
 def choose_host_share(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Choose which of the parameters with so many bytes of state the CPU updates; 0: it cannot.
+    """Choose which parameters the CPU updates; ``sizes`` are their bytes of state, 0 if it cannot.
 
-    From the end: their gradients are there first in a backward. One is taken where the share comes nearer to the
-    fraction by it. Every rank that holds a copy of the same shard has to choose the same, as the CPU's kernels round
-    differently from the device's, and the choice is saved nowhere.
+    Choose from the end, since a backward reduces these gradients first. Take one if that brings the share nearer to
+    ``fraction``. All ranks with a copy of the same shard have to choose alike, since the CPU's kernels round
+    differently from the device's, and the choice is not saved.
     """
     left_bytes, chosen = round(fraction * sum(sizes)), [False] * len(sizes)
     for index in reversed(range(len(sizes))):

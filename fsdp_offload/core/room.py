@@ -1,8 +1,8 @@
-"""How many bytes of what is offloaded may lie on the device, where the policy says ``"auto"``.
+"""Chooses how many offloaded bytes may lie on the device, where the policy says ``"auto"``.
 
 It begins with blocks for items in transit, and ``extra`` grows when compute has stalled for items. A byte that stays
-saves a load and a store, so half of what the link moves in the time of the stall is enough. There is no model of the
-iteration, and no measurement apart from training.
+saves a load and a store, so half of the bytes that the link moves during the stall are enough. It needs no model of the
+iteration, and measures training itself.
 """
 
 import itertools
@@ -19,34 +19,34 @@ from ..device.lanes import EventMark, Lane, current_stream, mark_on
 from .items import Item, Pool
 
 TOLERATED = 0.01
-"""Part of an iteration for which compute may stand still."""
+"""Part of an iteration for which compute may stall."""
 
 UNSETTLED = 3
-"""Iterations that allocate, pin, create state and fill caches: their times say nothing."""
+"""First iterations, which allocate, pin, create state and fill caches, so that their times say nothing."""
 
 CALM = 16
-"""Iterations without a wait after which a block less is tried."""
+"""Iterations without a stall after which one block less is tried."""
 
 TWO_WAY_BYTES_PER_MS = 80e6
-"""Of loads and stores together, until both have been measured: only how fast ``"auto"`` grows depends on it."""
+"""Rate of loads and stores together until both are measured; only how fast ``"auto"`` grows depends on it."""
 
 FULL = 0.75
-"""Part of an iteration for which the link has work, from which on copies fill the driver's queue: then the host waits
-in our hooks, and compute for the host."""
+"""Busy part of the link from which on copies fill the driver's queue: the host waits in our hooks, and compute for
+the host."""
 
 
 class Reading(NamedTuple):
-    """One iteration, as the device has measured it.
+    """Times of one iteration, measured by the device.
 
     Attributes:
-        stalled_ms: time for which compute stood still for items.
-        in_step_ms: of that, in updates that run in ``step()``: they wait for all that moves, however much stays.
-        iteration_ms: from the end of the step before to the end of its own.
-        load_gb_per_s, store_gb_per_s: rates (10**9 bytes) of one large copy each way; ``None``: not measured.
-        link_ms: time that the busier way needs for all that moved, at that rate.
-        host_ms: time for which compute had nothing to do while the host was in reductions' hooks, or in ``step()``.
-        paced_ms: ``host_ms``, and the time between calls of ours at both of whose ends compute had done all that the
-            host had issued, without waits: other Python may have kept it waiting.
+        stalled_ms: time for which compute waited for items.
+        in_step_ms: part of it in updates that run in ``step()``: they wait for all copies, however much stays.
+        iteration_ms: from the end of the last step to the end of this one.
+        load_gb_per_s, store_gb_per_s: rate of one large copy each way, in 10**9 bytes; ``None``: not measured.
+        link_ms: time that the busier direction needs for all bytes moved, at that rate.
+        host_ms: time for which compute was idle while the host was in reductions' hooks or in ``step()``.
+        paced_ms: ``host_ms`` plus the time between two of our calls if compute was idle at both, less waits: other
+            Python may have kept it waiting.
     """
 
     stalled_ms: float
@@ -60,13 +60,13 @@ class Reading(NamedTuple):
 
     @property
     def late_ms(self) -> float:
-        """Time for which compute stood still that more blocks would have avoided."""
+        """Return the time for which compute stalled that more blocks would have avoided."""
         is_full = self.link_ms > FULL * self.iteration_ms
         return self.stalled_ms - self.in_step_ms + (self.host_ms if is_full else 0)
 
 
 class _Wait(NamedTuple):
-    """Marks before and behind the waits of compute for one item, and the time that the host took between them."""
+    """Marks before and after the waits of compute for one item, and the time that the host took between them."""
 
     begin: EventMark
     end: EventMark
@@ -75,12 +75,12 @@ class _Wait(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """Time for which compute stood still for the item: not because the host issued the wait late."""
+        """Return the time for which compute waited for the item, less that for which the host was late."""
         return max(0.0, self.end.elapsed_ms_since(self.begin) - self.host_ms)
 
 
 class _Call(NamedTuple):
-    """A call of ours: marks at its ends, which waits are its own, and whether compute reached it while it ran."""
+    """A call of ours: marks at its ends, its waits ``[first, behind)``, and whether compute caught up during it."""
 
     begin: EventMark
     end: EventMark
@@ -91,19 +91,19 @@ class _Call(NamedTuple):
 
 @dataclass
 class _Iteration:
-    """Marks of one iteration: two, two for each wait, two for one load and one store, and two for each call of ours."""
+    """Marks of one iteration: at its ends, and around each wait, each of our calls, one load and one store."""
 
     begin: EventMark
-    caught_up: bool = False  # as of the last call before it
+    caught_up: bool = False  # that of the last call before the iteration
     end: EventMark | None = None
     waits: list["_Wait"] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
     copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
-    largest_bytes: dict[str, int] = field(default_factory=dict)  # of all copies, by lane
-    moved_bytes: dict[str, int] = field(default_factory=dict)  # by all of them
+    largest_bytes: dict[str, int] = field(default_factory=dict)  # by lane name, the largest copy
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # by lane name, the sum of all copies
 
     def read(self) -> Reading:
-        """Block the host until the device has come to its end, and to that of its copies; returns its times."""
+        """Block the host until the device has finished the iteration and its timed copies; return the times."""
         assert self.end is not None
         self.end.synchronize()
         waits_ms = [wait.ms for wait in self.waits]  # once: each costs the host 10 us
@@ -112,7 +112,7 @@ class _Iteration:
             return max(0.0, end.elapsed_ms_since(begin) - sum(waits_ms[first:behind]))
 
         in_step_ms = sum(itertools.compress(waits_ms, [wait.in_step for wait in self.waits]))
-        # Marks of a call are passed one right after the other, unless the device has come to the end of all before it.
+        # The device passes both marks of a call at once, unless it has run out of earlier work.
         host_ms = sum(ms(*call[:4]) for call in self.calls)
         before, at, caught_up = self.begin, 0, self.caught_up
         between = []
@@ -129,7 +129,7 @@ class _Iteration:
         )
 
     def gb_per_s(self, lane: str) -> float | None:
-        """Return the rate of the copy that was timed on ``lane``; blocks the host until it has ended."""
+        """Return the rate of the copy that was timed on ``lane``; block the host until it has ended."""
         if lane not in self.copies:
             return None
         nbytes, begin, end = self.copies[lane]
@@ -138,9 +138,9 @@ class _Iteration:
 
 
 class Stopwatch:
-    """Times iterations, waits of compute, and a copy each way, by pairs of events.
+    """Times iterations, waits of compute, and one copy each way, by pairs of events.
 
-    Whoever trains reads them one iteration later, so that nobody waits for them; the report waits.
+    Training reads the times one iteration later, so that it need not wait for the device; the report waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -155,9 +155,9 @@ class Stopwatch:
 
     @contextmanager
     def waiting(self, *, in_step: bool = False, with_host: bool = False) -> Iterator[None]:
-        """Time the waits that the current stream gets in between.
+        """Time waits that are issued to the current stream inside the block.
 
-        ``in_step``: of an update. ``with_host``: the host itself may wait, as for room in a queue of the driver.
+        ``in_step``: of an update in ``step()``. ``with_host``: count time of the host, as for the driver's full queue.
         """
         begin, began = self._mark(), time.perf_counter()
         yield
@@ -167,7 +167,7 @@ class Stopwatch:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Time for how long the device has nothing to do while the host is within; nothing of ours runs on compute."""
+        """Time how long the device is idle while the host is in this block, which issues no work of ours on compute."""
         begin, now, is_outer = self._mark(), self._now, not self._is_called
         first = 0 if now is None else len(now.waits)
         self._is_called = True
@@ -180,7 +180,7 @@ class Stopwatch:
 
     @contextmanager
     def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
-        """Time a copy of ``nbytes`` on ``lane``: the first that is as large as any of the iteration before."""
+        """Time the copy of ``nbytes`` on ``lane`` if it is the first as large as any of the iteration before."""
         name, now = lane.name, self._now
         largest_bytes = self._largest_bytes.get(name, 0)
         if now is not None:
@@ -194,9 +194,9 @@ class Stopwatch:
         now.copies[name] = nbytes, begin, lane.mark(timed=True)
 
     def end(self, *, reads: bool = True) -> Reading | None:
-        """End an iteration; returns the one before it, which the device has finished or will soon, if it is known.
+        """End an iteration; return the times of the one before, which the device has finished or will soon, if known.
 
-        ``reads``: it is wanted, which costs the host a ms.
+        ``reads``: the times are wanted, which costs the host 1 ms.
         """
         mark = self._mark()
         if self._now is not None:
@@ -208,47 +208,47 @@ class Stopwatch:
         return self._ended[-2].read() if reads and len(self._ended) > 1 else None
 
     def last(self) -> Reading | None:
-        """Return the last iteration, with rates, if it is known; blocks the host until the device has finished it."""
+        """Return times and rates of the last iteration, if known; block the host until the device has finished it."""
         if not self._ended:
             return None
 
-        def rate(lane: str) -> float | None:  # of the iteration before, where this one's largest copy began before it
+        def rate(lane: str) -> float | None:  # that of the iteration before, if this one timed no copy
             rates = (one.gb_per_s(lane) for one in reversed(self._ended))
             return next((one for one in rates if one is not None), None)
 
         return self._ended[-1].read()._replace(load_gb_per_s=rate("load"), store_gb_per_s=rate("store"))
 
     def forget(self) -> None:
-        """Forget all iterations, the one under way included: it did not end with a step."""
+        """Forget all iterations, including the one under way, which did not end with a step."""
         self._now = None
         self._ended.clear()
 
 
 class Room:
-    """How many blocks are allowed beyond the least.
+    """Chooses how many blocks are allowed above the minimum.
 
     Attributes:
-        extra: how many.
-        sentence: what was found, for the report.
+        extra: blocks above the minimum.
+        sentence: the last finding, for the report.
     """
 
     def __init__(self, block_bytes: int, most: int, rate: float) -> None:
-        """Take the bytes of a block, how many more would be of use, and bytes per ms of loads and stores together."""
+        """Take the bytes of a block, the most useful ``extra``, and bytes per ms of loads and stores together."""
         self.block_bytes, self.most, self.rate = block_bytes, most, rate
         self.extra = 0
         self.sentence = ""
         self._floor = 0  # with fewer extra blocks, compute has stalled before
         self._calm = 0
         self._iterations = 0
-        self._rest = 0  # so many readings more are of iterations with another number of blocks
-        self._late_ms = 0.0  # in the reading before
+        self._rest = 0  # readings still to skip, taken with the previous number of blocks
+        self._late_ms = 0.0  # that of the last reading
 
     @classmethod
     def beside(cls, pools: Sequence[Pool], items: Iterable[Item]) -> "Room | None":
-        """Make one for what ``pools`` do not have and would use; ``None``: they have all that is of use.
+        """Make a room for the blocks that ``pools`` lack and could use; ``None`` if they lack none.
 
-        No more than ``items`` take by themselves: blocks have the size of the largest, and without offload there would
-        be none.
+        It is bounded by the bytes of ``items``: blocks have the size of the largest one, and without offload there
+        would be no blocks.
         """
         wanting = [pool for pool in pools if pool.most > pool.count]
         if not wanting:
@@ -260,7 +260,7 @@ class Room:
         return cls(unit_bytes, max(0, most), TWO_WAY_BYTES_PER_MS)
 
     def counts(self, pools: Sequence[Pool]) -> list[int]:
-        """Divide ``extra`` among ``pools``, those that profit most in front; returns how many blocks each has."""
+        """Divide ``extra`` among ``pools``, given in the order of their gain; return how many blocks each gets."""
         left_bytes, counts = self.extra * self.block_bytes, []
         for pool in pools:
             more = min(pool.most - pool.least, left_bytes // pool.nbytes)
@@ -269,12 +269,12 @@ class Room:
         return counts
 
     def end(self, reading: Reading | None, *, steady: bool, free_bytes: Callable[[], int]) -> int:
-        """End an iteration; returns by how many blocks ``extra`` has grown.
+        """End an iteration; return by how many blocks ``extra`` has grown.
 
         Args:
-            reading: times of an iteration before.
+            reading: times of an earlier iteration.
             steady: this iteration repeated the one before, created no state and took no memory.
-            free_bytes: what would still be free at the highest point so far.
+            free_bytes: returns the bytes still free at the peak so far.
         """
         self._iterations = self._iterations + 1 if steady else 0
         self._rest = max(0, self._rest - 1)
@@ -289,7 +289,7 @@ class Room:
         if late_ms > tolerated_ms:
             self._floor, self._calm = max(self._floor, self.extra + 1), 0
             wanted = -(-int(late_ms * self.rate / 2) // self.block_bytes)
-            # Half of what is free at most: the next reading says whether more is needed.
+            # Take at most half of the free bytes: the next reading says whether more is needed.
             self.extra = min(self.most, self.extra + min(max(1, wanted), max(0, free_bytes()) // 2 // self.block_bytes))
         elif reading.late_ms <= tolerated_ms:
             self._calm += 1
@@ -300,7 +300,7 @@ class Room:
         host_ms = min(reading.host_ms, reading.iteration_ms - reading.stalled_ms)
         late = f", and {host_ms:.1f} ms for the host" if host_ms > tolerated_ms else ""
         waited = f"compute waited {reading.stalled_ms:.1f} of {reading.iteration_ms:.1f} ms{late}"
-        self.sentence = f"{waited}, with {self.extra} more blocks than there must be"
+        self.sentence = f"{waited}, with {self.extra} blocks above the minimum"
         if self.extra != before:
-            self._rest = 3  # the readings of iterations that have begun already are of other blocks
+            self._rest = 3  # iterations that have begun already had the previous number of blocks
         return self.extra - before

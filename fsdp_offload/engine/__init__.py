@@ -1,1 +1,1 @@
-"""One offloaded optimizer. Read ``homes``, ``updates``, ``engine`` and ``hooks``; then the others."""
+"""One offloaded optimizer. Read ``homes``, ``step``, ``engine`` and ``hooks``; then the others."""

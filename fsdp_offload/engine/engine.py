@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def _alone(method: AnyMethod) -> AnyMethod:
-    """Let no other thread into the engine meanwhile."""
+    """Run ``method`` under the lock, without other threads in the engine."""
 
     @functools.wraps(method)
     def call(self: "Engine", *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def _alone(method: AnyMethod) -> AnyMethod:
 
 
 def _looking(method: AnyMethod) -> AnyMethod:
-    """As :func:`_alone`; a thread that does not train comes in between steps."""
+    """Run ``method`` under the lock; a thread that does not train first waits for the end of the step under way."""
 
     @functools.wraps(method)
     def call(self: "Engine", *args: Any, **kwargs: Any) -> Any:
@@ -66,25 +66,25 @@ def _looking(method: AnyMethod) -> AnyMethod:
 
 
 class Engine:
-    """The engine of one offloaded optimizer. It never refers to the optimizer, so that dropping that frees everything.
+    """The engine of one offloaded optimizer. It never refers to the optimizer, so that deleting that frees everything.
 
     Attributes:
         cls: the user's optimizer class.
-        policy: in force.
-        device: of the parameters.
-        names: of all its parameters, for messages.
-        layouts: of their state.
-        conventions: of the class.
-        host: updates the CPU's share of its state; ``None`` if there is none.
+        policy: the policy in force.
+        device: device of the parameters.
+        names: name of each parameter of the optimizer, for messages.
+        layouts: layouts of their state.
+        conventions: conventions of the class about state and gradients.
+        host: updates the CPU's share of the state; ``None`` without a share.
         plan: shards, homes and buckets.
-        groups: the param groups for which it was made.
-        lending: who reads which homes.
-        contents: what all its steps are about, and who listens to them.
-        core: the loop.
-        guesses: gradients with which the backward has updated, and whether these updates are guesses.
-        weights: those that live on the host.
+        groups: the param groups for which the plan was made.
+        lending: homes that others read.
+        contents: the parts that all its steps use, and their listeners.
+        core: the loop that moves items and runs updates.
+        guesses: gradients that the backward has updated with, and whether that step is speculative.
+        weights: parameters whose home is on the host.
         loads_in_backward: hooks on a model tell when a backward begins.
-        room: how many blocks stay, where iterations decide; ``None``: ``device_bytes`` is a number, or nothing waits.
+        room: chooses how many blocks are allowed; ``None`` if ``device_bytes`` is a number, or blocks gain nothing.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Engine:
         self.groups = ParamGroups(self.layouts, self.plan)
         self.contents = Contents(cls, self.layouts, self.plan, self.groups, self.lending, self.weights, host)
         self.guesses = Guesses(self.core, self.contents, names)
-        if device.type != "cpu" and not policy.serial:  # else each mark waits for the device
+        if device.type != "cpu" and not policy.serial:  # on serial lanes, each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
             if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
                 link = self._link
@@ -121,26 +121,26 @@ class Engine:
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
-        self._is_taken = True  # the core has what the plan has
-        # Homes and places must not go while a copy still uses them. This runs before the attributes are dropped.
+        self._is_taken = True  # the core has the buckets of the plan
+        # Homes and places must not be freed while a copy still uses them. This runs before the attributes are dropped.
         weakref.finalize(self, self._link.synchronize).atexit = False
 
     def stream_parameters(self, groups: Sequence[Sequence[ShardedParameter]]) -> None:
-        """Move the parameters of this optimizer home, and those that nobody trains, group by group.
+        """Move the parameters of this optimizer, and frozen ones of the model, to homes on the host, group by group.
 
         Raises:
             MemoryError: host memory does not suffice.
         """
 
         def is_own(one: ShardedParameter) -> bool:
-            is_frozen = not is_trained(one.param) and one.is_plain  # these are moved by whoever comes first
+            is_frozen = not is_trained(one.param) and one.is_plain  # moved by the first optimizer that is offloaded
             return one.param in self.names or (is_frozen and not is_homed(one.param))
 
         own = [list(filter(is_own, group)) for group in groups]
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
         look = partial(_look_at_parameter, weakref.ref(self))
         move_home = self.weights.move_home
-        # Those that have state, too: users edit groups by hand, and what is trained then has no name here.
+        # Also parameters with state: users edit groups by hand, and a parameter added there has no name here.
         trained = ChainMap[Tensor, object](self.plan.shards, self.names)  # type: ignore[arg-type]
         self.plan.of_parameters = move_home(own, look, self.plan.take_region, spare_bytes, trained)
         self._take_plan()
@@ -149,7 +149,7 @@ class Engine:
 
     @_alone
     def settle(self) -> None:
-        """Bring everything home: homes are about to be written, or planned anew. A failure of the CPU is not raised."""
+        """Bring all items home before homes are written, or planned anew. Do not raise an error of the CPU's update."""
         self.guesses.take_back()
         if self.host is not None:
             self.host.wait()
@@ -157,23 +157,23 @@ class Engine:
         self.core.settle()
 
     def _take_plan(self) -> None:
-        """The plan has changed: hand its buckets to the core. Everything has been brought home before."""
+        """Give the buckets of a changed plan to the core. Call only after :meth:`settle`."""
         core, buckets, streamed = self.core, self.plan.buckets, self.weights.items
         core.cache.release()
         for bucket in buckets:
-            bucket.state.exists = False  # until somebody looks
+            bucket.state.exists = False  # until _note_made looks for state
         numbers = sorted({self.plan.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
         fixed = {number: self.weights.fixed.setdefault(number, FixedHome()) for number in numbers}
         weights = {number: Item(f"parameters of group {number}", home=home) for number, home in fixed.items()}
         core.take(buckets, weights | streamed)
         limit = None if self.policy.device_bytes == "auto" else self.policy.device_bytes
-        whole = self.layouts.capabilities.moves_whole  # whose state does not pass through blocks
+        whole = self.layouts.capabilities.moves_whole  # state of such an optimizer does not pass through blocks
         state = [bucket.state for bucket in buckets if bucket.state.nbytes and not whole]
         joins = self.policy.updates_in_backward and self.layouts.capabilities.joins
         sizes = self.plan.bucket_bytes, limit
         pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, *sizes, joins=joins)
         share_out(pools, limit)
-        # Otherwise optimizers are given tensors that know where memory was when they were bound.
+        # Other optimizers get bound tensors that keep the address from when they were bound.
         core.cache.keeps_bound = self.layouts.capabilities.known and all(
             one.on_locals for one in self.plan.shards.values()
         )
@@ -184,17 +184,17 @@ class Engine:
         self._is_taken = True
 
     def _note_made(self, states: StateStore) -> None:
-        """Look which buckets have state by now."""
-        if not self._is_taken:  # an interrupt came in between
+        """Note which buckets have state by now."""
+        if not self._is_taken:  # an interrupt came after the plan had changed
             self._take_plan()
         for bucket in self.core.buckets:
             bucket.state.exists = bucket.state.exists or any(map(states.get, bucket.params))
 
     @_alone
     def take_staging(self) -> None:
-        """Allocate all blocks before there are activations, so that blocks do not lie among these.
+        """Allocate all blocks before there are activations, so that blocks do not lie among activations.
 
-        Frees what state that is home now has left in the device's allocator, which activations would not fit.
+        First free the allocator's memory of state that is at home now, which activations would not fit.
         """
         self._link.empty_cache()
         self._take_blocks()
@@ -211,8 +211,8 @@ class Engine:
     def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
         """Update every parameter that has a gradient, and count the step as the optimizer would.
 
-        Returns when everything is issued: whether there was any gradient. Parameters are new in the order of the
-        current stream; where updates run on into the forward, each gather waits for those that it reads.
+        Return whether there was any gradient, once all updates are issued. Parameters are new in the order of the
+        current stream; where updates overlap with the forward, each gather waits for updates of what it reads.
         """
         with self.core.timed_call():
             updated, is_steady = self._step(optimizer, states, kwargs)
@@ -220,7 +220,7 @@ class Engine:
         return updated
 
     def _step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
-        """Return whether there was any gradient, and whether this iteration was as the one before."""
+        """Return whether there was any gradient, and whether this iteration repeated the one before."""
         core, guesses = self.core, self.guesses
         self.check_usable("step()", mid_step=True)
         if lost := self.lending.lost_writes():
@@ -236,7 +236,7 @@ class Engine:
         core.come("step")
         problem = guesses.problem(optimizer, states, kwargs)
         if problem and (not guesses.made or guesses.written()):
-            self.refuse("step()", problem)  # taking guesses back overwrites what somebody has written
+            self.refuse("step()", problem)  # a roll-back would overwrite the user's write
         if problem or (guesses.made and guesses.ahead.way_back.is_written()):
             guesses.take_back()
         try:
@@ -281,14 +281,14 @@ class Engine:
         step.commit()
         try:
             repeats = core.end()
-        finally:  # whatever interrupts it, all updates have been issued
+        finally:  # also after an interrupt: all updates have been issued
             guesses.step_ended(scaler_decides(optimizer, kwargs))
         for heard in step.heard:
             heard.committed([*core.updated.values()])
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:
-        """Ahead of the first update on the CPU: until it has ended, it holds tensors over homes itself."""
+        """Note which homes are held before the first update on the CPU, which holds tensors over homes itself."""
         if self.host is None or self.core.updates is not None:
             return
         for bucket in self.core.buckets:
@@ -296,7 +296,7 @@ class Engine:
                 bucket.state.home.exposed_at = None
 
     def _leave_room(self, creating: Iterable[Bucket]) -> None:
-        """Leave out a block where updates of these create state, which takes as much."""
+        """Allow one block less while updates of ``creating`` create state, which takes as much memory."""
         for pool in (one.state.pool for one in creating):
             if pool is not None:
                 self.core.cache.leave_room(pool)
@@ -331,20 +331,20 @@ class Engine:
         reading = core.cache.stopwatch.end(reads=room is not None)
         if core.curve.is_new:
             core.curve.is_new = False
-            self._link.empty_cache()  # what lies between activations would not fit blocks; waits for the device
+            self._link.empty_cache()  # free gaps between activations, which blocks would not fit; waits for the device
         more = 0
-        if room is not None and not core.curve.is_awaited:  # blocks that come when activations are gone cost less
+        if room is not None and not core.curve.is_awaited:  # blocks in the curve's room cost less: wait for it
             more = room.end(reading, steady=steady, free_bytes=self._free_at_peak)
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
                 core.cache.resize(pool, count)
             core.choose_kept()
             if more > 0:
-                self._link.empty_cache()  # of what the first steps needed beside all gradients; waits for the device
+                self._link.empty_cache()  # free memory that only the first steps needed; waits for the device
             self._take_blocks()
 
     def _free_at_peak(self) -> int:
-        # Without resetting the statistics, which users read: the highest point so far is no less than an iteration's.
+        # Do not reset the statistics, which users read: the peak since their last reset bounds that of an iteration.
         return self._link.room_beside(self._link.taken_bytes("peak"))
 
     # In the backward --------------------------------------------------------------------------------------------------
@@ -352,28 +352,28 @@ class Engine:
     def reduced(
         self, number: int, params: Sequence[Tensor], event: object, optimizer: Optimizer, states: StateStore
     ) -> None:
-        """Gradients of a group, which has ``params``, have been reduced: load, and update what may be updated."""
+        """Handle the reduction of gradients of a group's ``params``: update ready buckets, and load the next items."""
         core = self.core
         self._see_who_holds()
         self.guesses.note(params)
         core.away = False
-        self.guesses.ahead.ended = set()  # these gradients are of another backward than those that a load has overtaken
+        self.guesses.ahead.ended = set()  # these gradients come from a backward after the load
         may_begin = False
         if core.mode.begin == "final" and core.updates is None and not self.failure:
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
                 may_begin = self.guesses.ahead.is_guess
-            # Last: with many groups it takes long. What is trained and not planned, step() will take over.
+            # Last: with many groups it takes long. Trained parameters without a plan are taken over by step().
             as_before = may_begin and self.groups.are_as_before(optimizer)
             may_begin = as_before and not any(map(is_trained, self.groups.unplanned))
         try:
             before = set(core.done)
             with torch.no_grad():
-                # A group may be reduced without some of its parameters: for these no other gradient comes.
+                # A group may be reduced without some of its parameters, which then get no other gradient.
                 if core.frees_gradients and self._make_zeroed_gradients(filter(self.names.__contains__, params)):
                     core.lanes.compute.wait(core.lanes.event(event))
-                    event = None  # but the point that compute has reached, which writes the zeros
+                    event = None  # mark the end of compute instead, which writes the zeros
                 final = core.reduced(number, event, goes_on=may_begin or core.updates is not None)
                 ready = self.guesses.takes(final)
                 if ready and core.updates is None and (step := self._begin(optimizer, states)) is not None:
@@ -398,9 +398,9 @@ class Engine:
             self.guesses.watch_used(new)
 
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Before the first reduction of a step: unless all gradients fit together, none may wait for ``step()``.
+        """Decide before the first reduction of a step whether gradients may wait for ``step()``: only if all fit.
 
-        Then edits of param groups are followed now and not in ``step()``, as they may divide state anew.
+        If they do not, follow edits of param groups now rather than in ``step()``: they may divide state anew.
         """
         core = self.core
         if not core.frees_gradients or self.failure or core.done:
@@ -410,7 +410,7 @@ class Engine:
         if not core.frees_all:
             return
         core.reductions.least = 1
-        with suppress(ValueError):  # step() says it: an error here would cost the gradients of this backward
+        with suppress(ValueError):  # step() raises it again: an error here would lose the gradients of this backward
             self._follow_groups(optimizer, states)
             self.add(optimizer, [param for param in self.groups.unplanned if is_trained(param)], states)
             self._follow_groups(optimizer, states)
@@ -425,7 +425,7 @@ class Engine:
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> Step | None:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
-            return None  # this backward, or step(), will refuse these: nothing may have been updated by then
+            return None  # this backward or step() will refuse freed gradients, before which no bucket may be updated
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
@@ -436,10 +436,10 @@ class Engine:
     # Parameters and state of a step -----------------------------------------------------------------------------------
 
     def _shards_with_grad(self, optimizer: Optimizer, states: StateStore) -> list[StateShard]:
-        """The shards to update. Takes over parameters that have a gradient for the first time, and exchanged state."""
+        """Return the shards to update; take over parameters with their first gradient, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         self.add(optimizer, [one for one in self.groups.unplanned if eager or gradient(one) is not None], states)
-        self._adopt_exchanged(states, optimizer)  # also of neighbours without a gradient, whose bytes move as well
+        self._adopt_exchanged(states, optimizer)  # also for shards without a gradient, which move with their bucket
         return [
             shard
             for param, shard in self.plan.shards.items()
@@ -447,11 +447,11 @@ class Engine:
         ]
 
     def _adopt_exchanged(self, states: StateStore, optimizer: Optimizer | None = None) -> None:
-        """Copy tensors that the user has put in place of homes into these. All at once: they may be homes themselves.
+        """Copy tensors that the user has put in place of homes into the homes; all at once, as they may be homes.
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
-            ValueError: a part of some parameter's state is gone, or no counter, and ``optimizer`` cannot step.
+            ValueError: ``optimizer`` cannot step: state lacks a part, or a counter is not one element.
         """
         self.lending.check_unspoiled()
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
@@ -459,12 +459,12 @@ class Engine:
             self.groups.check_entries(optimizer, entries)
         exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
         if exchanged:
-            self.settle()  # what was put there may be another parameter's home, still being stored
+            self.settle()  # R2: such a tensor may be another parameter's home, still being stored
             self.lending.wait()
             adopt(exchanged)
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
-        """Refuse gradients that cannot be updated with; not those that the backward has ``used`` and let go."""
+        """Refuse gradients that updates cannot use; skip those that the backward has ``used`` and freed."""
         for param in (*self.groups.unplanned, *self.plan.shards):
             grad = None if param in used else self.conventions.gradient(param)
             if grad is not None:
@@ -487,12 +487,12 @@ class Engine:
     def _follow_groups(self, optimizer: Optimizer, states: StateStore) -> None:
         """Follow param groups that were edited, and hyperparameters that decide which state there is."""
         if regrouped := ids_of(optimizer) != self.groups.ids:
-            self.settle()  # the host may be at an update that looks at the groups
+            self.settle()  # an update on the CPU may still be reading the groups
             self.groups.follow(optimizer)
         if self.groups.ask_for_others(optimizer, states, regrouped=regrouped):
             self.rebuild(optimizer, states)
         made = {param for param, shard in self.plan.shards.items() if not shard.existed and states.get(param)}
-        # A hook of the step, as torchtitan has, may have made the first state in other dtypes, and not in its homes.
+        # A step hook, as torchtitan's, may have created the first state outside of its homes, in other dtypes.
         new = [(shard, states.get(param)) for param, shard in self.plan.shards.items() if param in made]
         others = [one for one in new if one[0].group >= 0 and is_exchanged(*one)]
         if any(in_dtypes_of(shard.layout, state).values != shard.layout.values for shard, state in others):
@@ -504,7 +504,7 @@ class Engine:
 
     @property
     def failure(self) -> str:
-        """Why the state is only half updated, by the device or by the CPU; empty if it is whole."""
+        """Return why the state is half updated, by the device or by the CPU; empty if it is whole."""
         return self._failure or str((self.host is not None and self.host.error) or "")
 
     @failure.setter
@@ -515,7 +515,7 @@ class Engine:
 
     @_looking
     def check_whole(self, what: str) -> None:
-        """Refuse to hand out, or to go on with, what an earlier step has half updated."""
+        """Refuse to return or to use state that an earlier step has half updated."""
         if self.failure:
             raise RuntimeError(
                 f"{what} refused: {self.failure}. Load a checkpoint of this optimizer (load_state_dict "
@@ -524,7 +524,7 @@ class Engine:
 
     @_looking
     def check_usable(self, what: str, *, mid_step: bool = False) -> None:
-        """Refuse to go on with half updated state; with ``mid_step``, not if the backward alone has updated a part."""
+        """Refuse half updated state; ``mid_step``: allow what the backward has updated ahead of ``step()``."""
         self.check_whole(what)
         if mid_step:
             return
@@ -537,7 +537,7 @@ class Engine:
 
     @_alone
     def skip_step(self) -> None:
-        """Gradients are about to be cleared: refuse if the backward has updated, and no ``step()`` came."""
+        """Prepare for the clearing of gradients; refuse if the backward has updated without a ``step()``."""
         self.guesses.skip()
         self.core.reductions.held.clear()
         if self.core.done:
@@ -545,7 +545,7 @@ class Engine:
 
     @_alone
     def refuse(self, what: str, problem: str = "") -> NoReturn:
-        """Refuse what may not follow an update in the backward: the state is half updated from now on."""
+        """Refuse an action ``what`` that must not follow an update in the backward: the state is half updated now."""
         self.guesses.take_back()
         self.failure = _REFUSALS[what].format(", with OffloadPolicy(overlap='iteration')", problem)
         self.core.abandon()
@@ -556,7 +556,7 @@ class Engine:
 
     @_looking
     def offload(self, states: StateStore) -> None:
-        """Start storing state that is newer on the device than at home; tensors put there by users move home, too."""
+        """Begin to store state that is newer in its place than at home, and copy users' tensors into their homes."""
         self.guesses.take_back()
         if not (self.core.done or self.core.away):
             self._adopt_exchanged(states)
@@ -572,7 +572,7 @@ class Engine:
 
     @_alone
     def reload(self, states: StateStore) -> None:
-        """Let items come back, and begin to load what the next step needs first."""
+        """Allow loads again, and begin to load the items that are used next."""
         if self.core.away:
             self._adopt_exchanged(states)
             self.core.away = False
@@ -582,7 +582,7 @@ class Engine:
 
     @_alone
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
-        """Take over the state of ``params``: what exists moves home, and the rest gets room there.
+        """Take over the state of ``params``: make homes, and move existing state into them.
 
         Raises:
             MemoryError: host memory does not suffice; nothing has changed.
@@ -593,7 +593,7 @@ class Engine:
             return
         self.check_usable("taking over more parameters")
         self.groups.keys += self.groups.keys_of(optimizer)[len(self.groups.keys) :]
-        self.groups.ids = []  # look at the groups again
+        self.groups.ids = []  # have the groups followed again
         for param in params:
             state = states.get(param)
             for name in state.keys() - self.conventions.without_dispensable(param, state).keys():
@@ -609,12 +609,12 @@ class Engine:
 
     @_alone
     def rebuild(self, optimizer: Optimizer, states: StateStore, as_made: Set[Tensor] = frozenset()) -> None:
-        """Plan anew, for state whose layout changed. Old and new homes exist side by side until this returns.
+        """Plan anew, for state whose layout changed. Old and new homes both exist until this returns.
 
         Args:
-            optimizer: whose state.
-            states: all of it.
-            as_made: parameters whose state has the layout that somebody gave it, rather than one that is learnt.
+            optimizer: the offloaded optimizer.
+            states: all of its state.
+            as_made: parameters whose state keeps its own layout, rather than one that is learnt.
         """
         self.settle()
         if self.host is not None:
@@ -626,7 +626,7 @@ class Engine:
             self.names.pop(param, None)
         self.clear()
         for param in old.keys() - as_made:
-            states.get(param).clear()  # so that the layout is learnt under the new hyperparameters
+            states.get(param).clear()  # has the layout learnt under the new hyperparameters
         try:
             self.add(optimizer, old, states)
         finally:
@@ -637,10 +637,10 @@ class Engine:
 
     @_alone
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        """Make ``loaded`` the whole state; ``states`` is empty, and param groups are those loaded with it.
+        """Make ``loaded`` the whole state; ``states`` is empty, and the param groups have been loaded.
 
-        A step that the backward has begun is forgotten. Tensors of ``loaded`` are as in a state dict. What the
-        optimizer keeps in another form is made one parameter at a time: it takes no more device memory than that.
+        Discard a step that the backward has begun. Tensors of ``loaded`` have the form of a state dict. They are
+        converted to the form that the optimizer keeps one parameter at a time, to take no more device memory than that.
         """
         self.guesses.take_back()
         ended = {param for bucket in self.core.done for param in bucket.params}
@@ -670,10 +670,10 @@ class Engine:
 
     @_alone
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
-        """Return the room of parameters without state: their homes, and counters like those they will get, at zero.
+        """Return targets of a load for parameters without state: their homes, and counters at zero.
 
-        For a load to write into. Nothing of it is in ``states``, and what the homes hold means nothing. A parameter
-        that was frozen when the optimizer was attached, and no longer is, gets room now.
+        They are not in ``states``, and the contents of the homes mean nothing. A parameter that was frozen when the
+        optimizer was offloaded, and is trained now, gets a home.
         """
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in self.groups.unplanned if is_trained(param)], states)
@@ -693,15 +693,15 @@ class Engine:
 
     @_alone
     def return_to_device(self, states: StateStore) -> None:
-        """Replace every home in ``states`` by a tensor on the device, of the type that the optimizer made.
+        """Replace every home in ``states`` by a tensor on the device of the type that the optimizer made.
 
-        Parameters follow.
+        Then move parameters back to the device.
         """
         self.settle()
         self.guesses.forget()
         self.core.cache.release()
         self.lending.wait()
-        # Tensors that the user has exchanged since the last step count.
+        # Take over tensors that the user has put into the state since the last step.
         adopt((shard, states.get(param)) for param, shard in self.plan.shards.items())
         for param, shard in self.plan.shards.items():
             state = states.get(param)
@@ -719,24 +719,24 @@ class Engine:
     def clear(self) -> None:
         """Drop all homes, after the last store."""
         self.settle()
-        self.groups.ids = []  # first: behind an interrupt, the next step looks at the groups, and adds what is missing
+        self.groups.ids = []  # first: after an interrupt, the next step follows the groups, and adds what is missing
         self.plan.clear()
         self._take_plan()
 
     def _make_zeroed_gradients(self, params: Iterable[Tensor]) -> bool:
-        """Make zeros for gradients that were zeroed once freed, if none has come since; returns whether any were."""
+        """Materialize gradients that were zeroed after they had been freed; return whether there were any."""
         zeroed = list(filter(is_zeroed, params)) if self.policy.parameters else []
         for param in zeroed:
             param.grad = over_local(param, torch.zeros_like(local_shard(param), device=self.device))
         return bool(zeroed)
 
-    # Looking at it ----------------------------------------------------------------------------------------------------
+    # Reads by the user ------------------------------------------------------------------------------------------------
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """Let no other thread in meanwhile; one that does not train waits for the end of the step under way.
+        """Hold the lock in the block; a thread that does not train first waits for the end of the step under way.
 
         Raises:
-            RuntimeError: the thread writes a checkpoint, for whose end steps and looks may wait; or no step ends.
+            RuntimeError: the step does not end; or the thread writes a checkpoint, for which this might wait.
         """
         if self.core.is_foreign and self.lending.is_read_here():
             raise RuntimeError(
@@ -754,7 +754,7 @@ class Engine:
 
     @_looking
     def wait_parameter_home(self, param: Tensor) -> None:
-        """Block the host until the home of a parameter that streams is up to date."""
+        """Block the host until the home of a streamed parameter is up to date."""
         self._wait([self.weights.items[self.weights.parts[param].number]])
 
     @_looking
@@ -768,11 +768,11 @@ class Engine:
         had_failed = bool(self.failure)
         self.core.wait_home(items, may_write=may_write)
         if not had_failed:
-            self.check_whole("a look at the state")  # what was waited for may be an update on the CPU, and have failed
+            self.check_whole("a look at the state")  # an update on the CPU may have failed during the wait
 
     @_looking
     def wait_updated(self) -> None:
-        """Let what follows on the current stream see all parameters and counters new."""
+        """Make the current stream wait for all updates, so that it reads new parameters and counters."""
         self.guesses.take_back()
         self.core.wait_updated(lets_go=not self.core.is_foreign)
 
@@ -817,7 +817,7 @@ _REFUSALS = {
     "step()": "step(){}: parameters have been updated in the backward, and {}. Load a checkpoint. A loop that does so "
     "has to do it from the first step on, or use overlap='forward'",
 }
-"""Refusals of what may not follow an update in the backward: filled with where it was, and with the problem."""
+"""Reasons for refusals after an update in the backward; ``format`` inserts the policy and the problem."""
 
 
 def engine_of(optimizer: object) -> Engine | None:
@@ -827,7 +827,7 @@ def engine_of(optimizer: object) -> Engine | None:
 
 
 def states_of(optimizer: Optimizer) -> OffloadedState:
-    """Return ``optimizer.state``; another mapping that somebody put there is adopted."""
+    """Return ``optimizer.state``; adopt another mapping that the user has put there."""
     engine = engine_of(optimizer)
     assert engine is not None, "it is offloaded"
     if not isinstance(optimizer.state, OffloadedState):
@@ -838,7 +838,7 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
 
 
 def find_offloaded(optimizer: object) -> Optimizer | None:
-    """The offloaded optimizer that ``optimizer`` is or wraps, whoever made the wrapper; ``None`` if there is none."""
+    """Return the offloaded optimizer that ``optimizer`` is or wraps; ``None`` if there is none."""
     target = optimizer
     while target is not None and engine_of(target) is None:
         target = inside(target)
@@ -846,7 +846,7 @@ def find_offloaded(optimizer: object) -> Optimizer | None:
 
 
 def inside(wrapper: object) -> Optimizer | None:
-    """The optimizer that ``wrapper`` holds under one of the usual names."""
+    """Return the optimizer that ``wrapper`` holds under one of the usual names; ``None`` without one."""
     attributes = getattr(wrapper, "__dict__", {})
     held = (attributes.get(name) for name in ("optimizer", "_optimizer"))
     return next((one for one in held if isinstance(one, Optimizer) and one is not wrapper), None)

@@ -1,4 +1,4 @@
-"""Param groups, which users edit between steps, and which state their hyperparameters ask for."""
+"""Param groups, which users edit between steps, and the state that their hyperparameters require."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ class ParamGroups:
     """The param groups for which state was last planned. It never refers to the optimizer.
 
     Attributes:
-        ids: of the parameters of each group; none: look at the groups again.
-        keys: what decides, in each group, which state there is.
-        unplanned: parameters in the groups, but without room: they never had a gradient.
+        ids: ids of the parameters of each group; empty: follow the groups again.
+        keys: for each group, the hyperparameters that decide which state there is.
+        unplanned: parameters of the groups without homes: they never had a gradient.
     """
 
     def __init__(self, layouts: Layouts, plan: Plan) -> None:
@@ -37,7 +37,7 @@ class ParamGroups:
         return ids_of(optimizer) == self.ids and self.keys_of(optimizer) == self.keys
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Note in which group each parameter is."""
+        """Record the group of each parameter."""
         self.unplanned, shards = [], self._plan.shards
         for shard in shards.values():
             shard.group = -1  # no longer in any group, unless found below
@@ -47,13 +47,14 @@ class ParamGroups:
                     shards[param].group = number
                 else:
                     self.unplanned.append(param)
-        self.ids = ids_of(optimizer)  # last: an interrupt before has this done again
+        self.ids = ids_of(optimizer)  # last: after an interrupt, this is done again
 
     def ask_for_others(self, optimizer: Optimizer, states: StateStore, *, regrouped: bool) -> bool:
-        """Return whether state is to be planned anew: hyperparameters change its layout, or most of it is dead.
+        """Return whether state must be planned anew: hyperparameters change its layout, or most of it is dead.
 
         Raises:
-            ValueError: state that exists does not do for the hyperparameters; they are still those from before.
+            ValueError: the class refuses the hyperparameters; nothing has been changed.
+            RuntimeError: existing state lacks a part that the hyperparameters require; nothing has been changed.
         """
         keys = self.keys_of(optimizer)
         if keys == self.keys:
@@ -61,7 +62,7 @@ class ParamGroups:
         live = [shard for shard in self._plan.shards.values() if shard.group >= 0]
         try:
             for shard in live if self._layouts.capabilities.known else ():
-                # The optimizers of torch look for all of their state once there is some: better said before a step.
+                # torch's optimizers need all of their state once there is some: raise before a step begins.
                 state = states.get(shard.param)
                 missing = [name for name in self._learnt(optimizer, shard).values if name not in state]
                 if state and missing:
@@ -83,29 +84,29 @@ class ParamGroups:
 
     def _still_fits(self, optimizer: Optimizer, shard: StateShard) -> bool:
         if len(shard.buckets) > 1 and not self._plan.may_cut(shard, optimizer.param_groups[shard.group]):
-            return False  # another implementation now, which rounds pieces differently
-        # State that exists keeps its place, also where the new hyperparameters would no longer create it.
+            return False  # another implementation is in use now, which rounds pieces differently
+        # Existing state keeps its home, even if the new hyperparameters would no longer create it.
         return self._learnt(optimizer, shard).values.keys() <= shard.layout.values.keys()
 
     def _learnt(self, optimizer: Optimizer, shard: StateShard) -> StateLayout:
         return self._layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
 
     def _are_mostly_dead(self, states: StateStore) -> bool:
-        """Return whether most of the memory belongs to parameters that the user has taken out, with their state."""
+        """Return whether most host memory belongs to parameters that the user has removed, with their state."""
         shards = self._plan.shards.values()
         dead_bytes = sum(shard.nbytes for shard in shards if is_dead(shard, states))
         return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
 
     def check_entries(self, optimizer: Optimizer, entries: Iterable[tuple[StateShard, UserState]]) -> None:
-        """Refuse state that lacks a part, or has no counter where one belongs: its class would fail between updates."""
+        """Refuse state that lacks a part, or has a counter of another form: the class would fail between updates."""
         for shard, state in entries:
-            # A home need not have a value: a load may have brought none back.
+            # A home may have no entry in the state: a load may not have restored it.
             is_short = len(state) < len(shard.layout.values) + len(shard.layout.scalars)
             if state and shard.group >= 0 and (is_short or id(None) in map(id, state.values())):
                 needed = self._learnt(optimizer, shard)
                 names = {*needed.values, *needed.scalars} - {MASTER}
                 lacking = [name for name in sorted(names) if state.get(name) is None]
-                if 0 < len(lacking) < len(names):  # all of it may be lacking, as SGD's momentum
+                if 0 < len(lacking) < len(names):  # all of it may be missing, as SGD's momentum
                     raise ValueError(
                         f"optimizer.state[{shard.name}] has no {listed(lacking)}. Put a tensor there, or delete "
                         "optimizer.state[param] as a whole. Nothing has been changed."

@@ -1,14 +1,14 @@
-"""Updates in the backward: which gradients they have used, who has touched these since, and those that are guesses.
+"""Updates in the backward: the gradients that they used, changes that the user made since, and speculative steps.
 
-A guess: gradients stay as they are until ``step()``, or are multiplied by 1.
+A speculative step (a guess) assumes that its gradients do not change before ``step()``, except for a factor of 1.
 
 ::
 
-    clip_grad_norm_() is called ──▶ host memory for the way back ──▶ in each backward, while few are taken back:
+    clip_grad_norm_() is called ──▶ host memory for roll-back ──▶ in each backward, while few steps are rolled back:
         old parameters ──▶ host      updates; state and parameters that stream ──▶ spare homes; counters: copies
                                                      │
-        factor 1, nothing else was touched ──▶ commit: spare homes become the homes, counters are written
-        anything else                      ──▶ take back: places are forgotten, and step() updates as ever
+        factor 1, no other change          ──▶ commit: spare homes become the homes, counters are written
+        anything else                      ──▶ roll back: places are forgotten, and step() updates as usual
 """
 
 import functools
@@ -38,10 +38,10 @@ from .step import Contents, Step
 logger = logging.getLogger(__name__)
 
 REMEMBERED, STOPS_ABOVE, GOES_ON_BELOW = 20, 1 / 5, 1 / 10
-"""Stop guessing above 20 % taken-back steps, resume at 10 %, over the last 20 steps."""
+"""Stop speculating above 20 % rolled-back steps, resume at 10 %, over the last 20 steps."""
 
 _CLEAN_STEPS = 2
-"""Updates move into the backward after so many steps in which nobody touched gradients before ``step()``."""
+"""Steps without a change of gradients before ``step()`` after which updates move into the backward."""
 
 Version = tuple[int, int]
 Scale = Callable[[Sequence[Tensor]], None]
@@ -51,7 +51,7 @@ AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 
 
 def _from_any_thread(method: AnyMethod) -> AnyMethod:
-    """Let no other thread in meanwhile, and undo updates in the stream that trains, whose kernels come behind that."""
+    """Run ``method`` under the lock, and on the training stream, so that its later kernels see undone updates."""
 
     @functools.wraps(method)
     def call(self: "Guesses", *args: Any) -> Any:
@@ -63,20 +63,20 @@ def _from_any_thread(method: AnyMethod) -> AnyMethod:
 
 
 class Ahead:
-    """Holds what backwards do ahead of one ``step()``, and the loop with their gradients. It is dropped with that step.
+    """Records updates ahead of one ``step()``, and how the loop treats their gradients. It is dropped with that step.
 
     Attributes:
-        way_back: undoes it; a forward begins to prepare that.
-        is_guess: it is to be undone if it turns out wrong.
-        is_off: the updates wait for ``step()``: what they had done has been taken back, or would be.
-        is_touched: a loop that does not clip has touched gradients.
-        used: by parameter, the gradient that an update has used or would have; its version, and that of the parameter
-            then.
-        freed: parameters whose gradient was let go of with its update, and their versions then.
-        without_state: parameters that have none.
-        all_one: whether all factors of clipping are 1.
-        put_off: gradients that clipping has not scaled, and how to.
-        ended: parameters updated in a step that a load has ended: ``step()`` leaves their used gradients out.
+        way_back: undoes the updates; a forward already stores old parameters for it.
+        is_guess: the step is speculative, and rolled back if its assumption proves wrong.
+        is_off: updates wait for ``step()``: earlier ones were rolled back, or new ones would be.
+        is_touched: a loop that does not clip has changed gradients.
+        used: by parameter, the gradient that an update in the backward has used or would use; the versions of gradient
+            and parameter then.
+        freed: by parameter whose gradient was freed with its update, the parameter's version then.
+        without_state: parameters without state.
+        all_one: bool tensor on the device: all factors of clipping are 1.
+        put_off: gradients that clipping has not scaled yet, and the function that scales them.
+        ended: parameters whose early update a load discarded; ``step()`` skips their used gradients.
     """
 
     def __init__(self, way_back: WayBack) -> None:
@@ -91,14 +91,14 @@ class Ahead:
 
 
 class Guesses:
-    """Decides when the updates of one optimizer are guesses, and watches what makes them wrong.
+    """Decides which steps of one optimizer are speculative, and watches for changes that make them wrong.
 
     Attributes:
         announced: the loop clips with ``clip_grad_norm_`` of this package.
-        unavailable: why updates wait for ``step()``; empty if they need not.
-        committed, taken_back: steps.
-        old: the memory that it takes to take a step back.
-        ahead: of the step to come.
+        unavailable: why updates of a loop that clips wait for ``step()``; empty if they need not.
+        committed, taken_back: counts of speculative steps that were committed, and rolled back.
+        old: host memory for old parameters.
+        ahead: record of the updates ahead of the next ``step()``.
     """
 
     def __init__(self, core: Core, contents: Contents, names: Mapping[Tensor, str]) -> None:
@@ -117,33 +117,33 @@ class Guesses:
         self._flags = HostFlag(core.cache.device), HostFlag(core.cache.device)  # of this step, and of the one before
         self._watched: list[TensorWeakRef] = []  # gradients
         self._written: list[Tensor] = []  # parameters
-        self._shared = WeakTensorKeyDictionary()  # gradients of which somebody may have a view, from an earlier step
-        self._clean_steps = 0  # -1: somebody has touched gradients, and updates stay in step() for good
+        self._shared = WeakTensorKeyDictionary()  # gradients of which the user may hold a view since an earlier step
+        self._clean_steps = 0  # -1: the loop has changed gradients, and updates stay in step() for good
 
     @property
     def made(self) -> bool:
-        """Return whether this step has guesses that are neither committed nor taken back."""
+        """Return whether a speculative step is under way, neither committed nor rolled back."""
         return self.ahead.is_guess and self._core.updates is not None
 
     @property
     def step(self) -> Step | None:
-        """The step under way."""
+        """Return the step under way."""
         return cast(Step | None, self._core.updates)
 
     @property
     def is_ready(self) -> bool:
-        """Return whether updates in the backward are guesses."""
+        """Return whether the next updates in the backward may be speculative."""
         ready = self.announced and self._is_on and not self.unavailable and not self._core.frees_all
         return ready and bool(self.old.begins)
 
     @property
     def is_clean(self) -> bool:
-        """Return whether the first steps have shown that nobody touches gradients before ``step()``."""
+        """Return whether the first steps have shown that the loop does not change gradients before ``step()``."""
         return self._clean_steps >= _CLEAN_STEPS
 
     @property
     def sentence(self) -> str:
-        """For the report; empty where updates need not be guesses."""
+        """Describe speculation for the report; empty if updates need no speculation."""
         if not self.announced and self._clean_steps >= 0:
             return ""
         if not self.announced:
@@ -163,22 +163,22 @@ class Guesses:
     # A step -----------------------------------------------------------------------------------------------------------
 
     def may_begin(self) -> bool:
-        """Return whether the updates of the backward that runs are guesses."""
+        """Return whether the updates of the running backward may be speculative."""
         if not self.is_ready or self.ahead.is_off or self._contents.writes_gradients:
             return False
-        # A checkpoint's writer may still be reading the spare homes: then there are no guesses in this step.
+        # R4: while a checkpoint's writer reads spare homes, no update may store there, so the step is not speculative.
         return not [one for one in self._contents.plan.housed() if (spare := one.spare) is not None and spare.is_read()]
 
     def choose(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Ahead of an update in the backward: choose whether the updates of this step are guesses."""
-        # Updates with Nesterov's momentum write gradients, where they are those of torch._foreach_*.
+        """Choose, ahead of an update in the backward, whether this step is speculative."""
+        # With Nesterov's momentum, torch._foreach_* updates write gradients.
         ahead = self.ahead
         ahead.is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
         shards = self._contents.plan.shards.items() if ahead.is_guess else ()
         ahead.without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
 
     def takes(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-        """Return those that may be updated now; guesses that may not be made wait for ``step()``."""
+        """Return those of ``buckets`` that may be updated now; the others of a speculative step wait for ``step()``."""
         if not self.ahead.is_guess:
             return buckets
         found: list[Bucket] = []
@@ -196,11 +196,11 @@ class Guesses:
         if (grad := param.grad) is None:
             return (
                 len(self._contents.plan.shards[param].buckets) == 1
-            )  # else bytes would stay behind when neighbours move
+            )  # otherwise ranges in other buckets would stay behind when this bucket's move to the spare home
         return grad not in self._shared and is_watched(grad, self) and param not in self.ahead.without_state
 
     def keep_ahead(self, number: int) -> None:
-        """A forward uses the parameters of a group: store them now if it is the last forward before its updates."""
+        """Store the parameters of a group that a forward uses, if that is the last forward before their update."""
         core = self._core
         is_last = core.updates is None and core.reductions.next_is_final(number)
         for bucket in core.of_group.get(number, ()) if is_last and not self.ahead.is_off and self.is_ready else ():
@@ -210,12 +210,12 @@ class Guesses:
                 self.ahead.way_back.keep(bucket)
 
     def before_gather(self, number: int) -> None:
-        """Parameters of a group are about to be read: take guesses back that have changed them."""
+        """Roll back a speculative step that has changed parameters of a group, which is about to be read."""
         if self.made and self._core.has_updated(number):
             self.take_back()
 
     def settle(self) -> None:
-        """``step()`` is called: commit the guesses, or take them back. The host waits only for the factor."""
+        """Commit or roll back a speculative step when ``step()`` is called. The host waits only for the factor."""
         if not self.made:
             return
         ahead = self.ahead
@@ -224,36 +224,36 @@ class Guesses:
             return
         core, step = self._core, self.step
         assert step is not None and step.own is not None
-        step.way_back, ahead.is_guess = None, False  # first: an interrupt leaves nothing that can be taken back
+        step.way_back, ahead.is_guess = None, False  # first: after an interrupt, the step is certain
         lane = core.lanes.update
-        lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters there
-        lane.wait(*core.updated.values())  # R3: updates in another lane may still be writing their copies
+        lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters on compute
+        lane.wait(*core.updated.values())  # R3: updates in another lane may still be writing copies of counters
         lane.run(step.own.commit)
         core.updated = {lane.name: (mark := lane.mark())}
-        core.lanes.update_kept.wait(mark)  # R3: updates that step() runs there count on from these
+        core.lanes.update_kept.wait(mark)  # R3: updates of step() in that lane read these counters
         step.certain()
         self.committed += 1
         ahead.put_off = []
 
     def take_back(self) -> None:
-        """Undo what this step has updated: parameters, state and counters are those from before the backward."""
+        """Roll back a speculative step: restore parameters, state and counters from before the backward."""
         if not self.made:
             return
         ahead = self.ahead
         ahead.is_off = True
         self.taken_back += 1
         for bucket in (*self._core.done, *self._core.torn):
-            bucket.old = self.old.pairs_of(bucket)  # the user may have moved parameters
+            bucket.old = self.old.pairs_of(bucket)  # the user may have given parameters other memory
         ahead.way_back.roll_back()
         ahead.is_guess = False
-        ahead.used = {}  # they are still watched: a view of a gradient is noticed
+        ahead.used = {}  # gradients are still watched, so that a view of one is noticed
         self._unwatch_parameters()
         put_off, ahead.put_off = ahead.put_off, []
         for grads, scale in put_off:
             scale(grads)
 
     def step_ended(self, scaler_decides: bool) -> None:
-        """``step()`` has issued everything: learn from it. A GradScaler that decides about a step changes gradients."""
+        """Learn from a step that has been issued. A GradScaler that decides about the step changes gradients."""
         ahead = self._end()
         for param in ahead.freed:
             note_freed(param)
@@ -266,7 +266,7 @@ class Guesses:
         self._decide_on_next(ahead)
 
     def _end(self) -> Ahead:
-        """Begin with the next step: first where one ends, so that an interrupt leaves nothing of that one."""
+        """Exchange ``ahead`` for a new record; return the old one. Do it first, so that no interrupt leaves a part."""
         ahead, self.ahead = self.ahead, Ahead(WayBack(self._core))
         return ahead
 
@@ -290,7 +290,7 @@ class Guesses:
                 logger.warning("%s", self.sentence)
 
     def skip(self) -> None:
-        """Gradients are about to be cleared; if there was a backward, this ends its step."""
+        """Roll back before gradients are cleared, and end the step of a backward."""
         self.take_back()
         if self.ahead.is_off or self.ahead.all_one is not None:
             self.unwatch()
@@ -300,10 +300,10 @@ class Guesses:
 
     @_from_any_thread
     def announce(self) -> None:
-        """``clip_grad_norm_`` is called.
+        """Note that ``clip_grad_norm_`` is called.
 
         Raises:
-            RuntimeError: the backward has updated with gradients that may be clipped, and that cannot be undone.
+            RuntimeError: the backward has updated with gradients that may be clipped now, and cannot be rolled back.
         """
         core = self._core
         if core.mode.begin != "final":
@@ -311,13 +311,13 @@ class Guesses:
         if (core.done and not self.made) or any(map(is_spent, self._contents.plan.shards)):
             raise RuntimeError(USED_UP)
         if not self.announced:
-            self.unwatch()  # gradients of a loop of which it was not known that it clips
+            self.unwatch()  # gradients watched before the loop was known to clip
         self.announced, core.frees_gradients = True, False
         self._decide_now()
 
     @_from_any_thread
     def put_off(self, is_one: Tensor, scale: Scale) -> set[int]:
-        """Note whether a factor is 1. Returns ids of gradients that updates have used: only take-back scales these."""
+        """Note whether a factor is 1; return ids of gradients that updates have used, which only roll-back scales."""
         ahead = self.ahead
         ahead.all_one = is_one if ahead.all_one is None else ahead.all_one & is_one
         self._flags[0].put(ahead.all_one)
@@ -328,15 +328,15 @@ class Guesses:
         return {id(grad) for grad in used}
 
     def _decide_now(self) -> None:
-        """Somebody looks at gradients whose scaling was put off."""
+        """Roll back if a factor is not 1, before gradients whose scaling was put off are read."""
         if self.ahead.put_off and self.made and not self._flags[0].get():
             self.take_back()
         self.ahead.put_off = []
 
-    # Gradients that updates ahead of step() have used, or would have --------------------------------------------------
+    # Gradients that updates ahead of step() have used, or would use ---------------------------------------------------
 
     def note(self, params: Iterable[Tensor]) -> None:
-        """Watch gradients before it is known whether this step updates early, to see whether somebody changes them."""
+        """Watch gradients for user changes before deciding whether to update early."""
         if self.announced:
             if not (self._core.frees_all or self.unavailable):
                 shards = self._contents.plan.shards
@@ -356,35 +356,35 @@ class Guesses:
         return [param for param in params if param not in streamed] if streamed else params
 
     def spend(self, params: Iterable[Tensor]) -> None:
-        """Let go of gradients whose updates have all been issued."""
+        """Free gradients of ``params`` whose updates have all been issued."""
         done = {bucket.number for bucket in self._core.done}
         for param in params:
             shard = self._contents.plan.shards[param]
             if shard.group < 0:
-                continue  # it has left the param groups: its gradient has not been used, and goes on adding up
+                continue  # it has left the param groups: its gradient is not used, and keeps accumulating
             if param.grad is not None and not is_spent(param) and done.issuperset(shard.buckets):
                 self.ahead.freed[param] = version_of(param)
                 spend(param)
 
     def forget(self) -> None:
-        """Forget which gradients updates of this step have used: for ``step()`` it is as if none had been."""
+        """Forget which gradients updates of this step have used: ``step()`` uses all of them."""
         self.unwatch()
         self._end()
 
     def look(self) -> None:
-        """``step()`` is called: note what the loop has done since the backward, and watch no more."""
+        """Stop watching when ``step()`` is called, and note whether the loop has written parameters."""
         self.unwatch()
         self.ahead.is_touched |= bool(self.written())
 
     def written(self) -> list[Tensor]:
-        """List parameters that somebody else has written since their update, as their versions tell."""
+        """List parameters that the user has written since their update, as their versions tell."""
         ahead = self.ahead
         seen = {param: version for param, (_, _, version) in ahead.used.items()} | ahead.freed
         now = versions_of(seen)
         return [param for param, version in zip(seen, now, strict=True) if version != seen[param]]
 
     def problem(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> str:
-        """Say what differs between this step and the one that the backward has begun; empty: nothing."""
+        """Name a difference between this step and the one that the backward has begun; empty if there is none."""
         step, ahead = self.step, self.ahead
         if step is None:
             return ""
@@ -409,19 +409,20 @@ class Guesses:
         return "" if is_same else "hyperparameters have changed since then"
 
     def _are_exchanged(self, shards: Iterable[StateShard], states: StateStore) -> bool:
-        """Return whether somebody has put other tensors in the place of homes, or deleted the state with them."""
+        """Return whether the user has replaced homes by other tensors, or deleted the state that has them."""
         for shard in shards:
             state = states.get(shard.param)
-            # In a bucket of guesses some have no state, and a deletion takes them back; the CPU fills an entry later.
+            # A speculative bucket may hold shards without state, and a deletion rolls it back. The CPU fills an entry
+            # later.
             is_gone = not state and not (shard.on_host and states.has(shard.param))
             if is_exchanged(shard, state) or (is_gone and shard.homes and not self.made):
                 return True
         return False
 
-    # What is done with gradients and parameters (:class:`Watcher`) --------------------------------------------------
+    # Accesses of gradients and parameters by the user (:class:`Watcher`) ----------------------------------------------
 
     def watch(self, gradients: Iterable[Tensor], written: Iterable[Tensor] = ()) -> None:
-        """Watch gradients that updates may use, and parameters that they have ``written``."""
+        """Watch gradients that updates may use, and parameters that updates have ``written``."""
         self._watched += map(TensorWeakRef, watch(gradients, self))
         self._written += watch(written, self)
 
@@ -436,7 +437,7 @@ class Guesses:
 
     @_from_any_thread
     def reads(self, tensors: Sequence[Tensor]) -> None:
-        """As :class:`Watcher`: parameters are what they were before, and gradients what clipping has left."""
+        """Prepare for a read by the user: roll back for a parameter; for a gradient, only if a factor is not 1."""
         if self._tell_by_version(tensors):
             return
         if any(tensor.requires_grad for tensor in tensors):
@@ -458,13 +459,13 @@ class Guesses:
 
     @_from_any_thread
     def shares(self, tensors: Sequence[Tensor]) -> None:
-        """As :class:`Watcher`: what becomes of that memory is not seen any more, in this step and in later ones."""
+        """Treat a view as a write: later writes through it cannot be seen, in this step or in later ones."""
         if not self._tell_by_version(tensors):
             self._shared.update((tensor, None) for tensor in tensors if not tensor.requires_grad)
             self._note_write()
 
     def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
-        """Parameters may be looked at, and written, until an update that is a guess has written them."""
+        """Return whether versions suffice: all are parameters that no speculative update has written."""
         written = self.ahead.used if self.made else ()
         return all(tensor.requires_grad and tensor not in written for tensor in tensors)
 
@@ -476,11 +477,11 @@ def _exchanged(used: Mapping[Tensor, tuple[Tensor, Version, Version]]) -> list[T
 
 
 class OldParameters:
-    """The memory that it takes to take a step back.
+    """Host memory for the parameters from before a speculative step.
 
     Attributes:
-        begins: of each bucket whose updates can be taken back, the offset of its first byte.
-        is_known: which these are.
+        begins: by bucket whose updates can be rolled back, the offset of its first byte.
+        is_known: ``begins`` has been determined.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -489,15 +490,15 @@ class OldParameters:
         self.forget()
 
     def forget(self) -> None:
-        """The buckets of the plan are others: nothing is known of them."""
+        """Forget all buckets: the plan has others now."""
         self.begins: dict[Bucket, int] = {}
         self.is_known = False
         self._pairs: dict[Bucket, tuple[list[int], list[Copy]]] = {}
         for bucket in self._plan.buckets:
-            bucket.old = ()  # its memory goes
+            bucket.old = ()  # frees the memory
 
     def take(self) -> str:
-        """Take the memory, if there is as much; else say how much it would be."""
+        """Take the memory; return an empty string, or the reason why there is not enough."""
         plan = self._plan
         self.forget()
         self.is_known, buckets = True, self._takeable()
@@ -520,7 +521,7 @@ class OldParameters:
         return ""
 
     def _takeable(self) -> list[Bucket]:
-        """Buckets of shards all of whose buckets are such: ranges of a parameter are updated in order."""
+        """List buckets that can be rolled back; all buckets of a shard or none, as its ranges are updated in order."""
         plan = self._plan
 
         def is_takeable(shard: StateShard) -> bool:
@@ -534,7 +535,7 @@ class OldParameters:
         return [bucket for bucket in plan.buckets if bucket.number in left]
 
     def _ranges(self, bucket: Bucket) -> Iterable[Tensor]:
-        """Flat bytes on the device of the parameters in a bucket that stay there."""
+        """Yield the flat bytes of the bucket's parameter ranges that stay on the device."""
         home = home_of(bucket)
         for piece, shard in zip(home.packed.ranges, home.shards, strict=True):
             if shard.param not in self._plan.streamed:

@@ -1,6 +1,6 @@
-"""Which state lives where: from parameters to shards with homes in host memory, and to buckets.
+"""Layout of host memory: a home for each state shard, and the buckets that shards form.
 
-Grows when parameters are added, and is made anew when a hyperparameter changes the layout of the state.
+It grows when parameters are added, and is made anew when a hyperparameter changes the layout of the state.
 """
 
 import itertools
@@ -33,24 +33,24 @@ logger = logging.getLogger(__name__)
 
 AnyHoused = TypeVar("AnyHoused", bound=Housed)
 TakeRegion = Callable[[int, Sequence[int]], Region]
-"""Takes host memory of so many bytes, with offsets that no copy crosses."""
+"""Takes host memory, given its bytes and the offsets that no copy crosses."""
 
 
 class Arena(Generic[AnyHoused]):
-    """Host memory of homes, laid end to end, and of spare ones: of the first of them, or of all.
+    """Host memory of homes, laid end to end, and of spare homes of the first shards, or of all.
 
     Attributes:
-        shards: those whose homes they are.
-        moves: they move to the device and back; otherwise the CPU updates them where they are.
-        regions: of all homes, of the spare homes of the first, and of those of the others.
-        begins: the offset of each region's first byte.
-        breaks: offsets that no copy crosses.
+        shards: shards whose homes lie here.
+        moves: the bytes move to the device and back; otherwise the CPU updates them in their homes.
+        regions: memory of all homes, of the spare homes of the first shards, and of those of the other shards.
+        begins: for each region, the offset in ``ArenaLayout`` of its first byte.
+        breaks: offsets in bytes that no copy crosses.
     """
 
     def __init__(
         self, shards: Sequence[AnyHoused], layout: ArenaLayout, spare_bytes: int, take: TakeRegion, moves: bool = True
     ) -> None:
-        """Give each of ``shards`` a home, and the first of them another, of at most ``spare_bytes``."""
+        """Give each of ``shards`` a home, and the first ones spare homes of at most ``spare_bytes`` in all."""
         self.moves = moves
         self.shards, self.breaks, self._layout = shards, frozenset(layout.breaks), layout
         self._with_spare = layout.count_within(spare_bytes)
@@ -66,26 +66,26 @@ class Arena(Generic[AnyHoused]):
             leaves = zip(offsets, shard.leaf_layouts, strict=True)
             made[:] = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
             shard.sides.append(shard.home_over(made))
-            made.clear()  # references are counted
+            made.clear()  # another reference would count as a holder of the home
             if isinstance(shard, StateShard):
                 shard.sides[-1].own(shard.sides[-1].leaves)
 
     def region_of(self, number: int, side: int) -> int:
-        """Which region one side of a shard is in: the homes are 0, the spare ones of the first 1, all others 2."""
+        """Return the index in ``regions`` of home ``side`` of a shard: ``Housed.sides[side]``."""
         return side if number < self._with_spare else 2 * side
 
     def _first_without_spare(self) -> int:
-        """The page on which the first home without a spare one begins."""
-        return self._layout.end_of(self._with_spare) // PAGE_BYTES * PAGE_BYTES  # else breaks would not be pages
+        """Return the offset of the page on which the first home without a spare home begins."""
+        return self._layout.end_of(self._with_spare) // PAGE_BYTES * PAGE_BYTES  # breaks have to stay page-aligned
 
     @property
     def missing_bytes(self) -> int:
-        """Host memory that :meth:`take_spare` would take."""
+        """Return the bytes of host memory that :meth:`take_spare` would take."""
         has_all = len(self.regions) > 2 or self._with_spare == len(self.shards)
         return 0 if has_all else self.regions[0].nbytes - self._first_without_spare()
 
     def take_spare(self, take: TakeRegion) -> None:
-        """Give the others a spare home, too. Nothing is moving.
+        """Give spare homes to the shards without one. Call only while nothing is in flight.
 
         Raises:
             RuntimeError: the driver refuses to lock the memory; nothing has been taken.
@@ -102,8 +102,8 @@ class ArenaHome(Home, Generic[AnyHoused]):
     """The home of ranges that move together between an arena and a place.
 
     Attributes:
-        packed: the ranges; its numbers are those of the arena's shards.
-        shards: that of each range.
+        packed: the ranges; its numbers are indices of the arena's shards.
+        shards: the shard of each range.
     """
 
     def __init__(self, packed: Packed, arena: Arena[AnyHoused], lending: "Lending") -> None:
@@ -119,7 +119,7 @@ class ArenaHome(Home, Generic[AnyHoused]):
         return self.shards
 
     def follow(self) -> None:
-        """Be where the shards are now."""
+        """Set ``bytes`` to the shards' homes as they are now."""
         self.bytes = self.bytes_of(self.shards, ())
 
     def turn(self) -> BytesAtHome | None:
@@ -145,7 +145,7 @@ class ArenaHome(Home, Generic[AnyHoused]):
             return []
         sides = [(self._numbers[one], one.side ^ (one in moving)) for one in shards]
         key = tuple([(number, arena.region_of(number, side)) for number, side in sides])
-        if key not in self._known:  # state that moves to and fro comes back to the same few
+        if key not in self._known:  # shards alternate between two homes, so that there are few keys
             found: list[tuple[Tensor, int]] = []
             regions = dict(key)
             parts = (part for part in self.packed.leaf_copies if part[0] in regions)
@@ -175,23 +175,23 @@ class StateHome(ArenaHome[StateShard]):
 
 
 def home_of(bucket: Bucket) -> StateHome:
-    """The home of the state of a bucket of a :class:`Plan`."""
+    """Return the home of the state of a bucket of a :class:`Plan`."""
     assert isinstance(bucket.state.home, StateHome)
     return bucket.state.home
 
 
 class Plan:
-    """All state shards of one optimizer, their homes and their buckets.
+    """Holds the state shards of one optimizer, their homes and their buckets.
 
     Attributes:
-        shards: by parameter, in planning order: the same on every rank.
-        buckets: in planning order, by their numbers.
-        arenas: their homes.
-        of_parameters: the homes of parameters, if these are on the host.
-        streamed: these parameters.
-        others: other host memory.
-        bucket_bytes: of state, at most where it may be cut; known when there is any.
-        together: numbers of the groups in which ``fully_shard`` gathers parameters.
+        shards: by parameter, in planning order, which is the same on every rank.
+        buckets: in planning order; a bucket's number is its index.
+        arenas: host memory of the shards' homes.
+        of_parameters: host memory of parameters' homes; ``None`` if parameters stay on the device.
+        streamed: parameters whose home is on the host.
+        others: other host memory: old parameters, for roll-back.
+        bucket_bytes: largest state of a bucket that may be cut; 0 before the first parameters are added.
+        together: by parameter, the number of the ``fully_shard`` group that gathers it.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Plan:
         for param in params:
             group, name = optimizer.param_groups[group_of[param]], names.get(param, "a parameter")
             state = states.get(param)
-            # State of a 0-dim parameter looks like a counter, so which of it is one is learnt.
+            # State of a 0-dim parameter looks like a counter, so its layout is learnt.
             if state and (param.dim() > 0 or self._layouts.capabilities.moves_whole):
                 layout = self._layouts.of_existing(param, state)
             else:
@@ -253,7 +253,7 @@ class Plan:
         self.shards.update((shard.param, shard) for shard in shards)
 
     def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
-        """Whether the tested table says that this shard gives the same bits in pieces, in this group."""
+        """Return whether, by the tested table, updates of this shard in pieces give the same bits, in this group."""
         local = local_shard(shard.param)
         dtype = shard.param.dtype
         device_type = self._device.type
@@ -272,11 +272,11 @@ class Plan:
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
         cpu_shards = [shard for shard in shards if shard.on_host]
         streamed = [shard for shard in shards if not shard.on_host]
-        # For each bucket the CPU's kernel stands still for about 0.4 ms, and only gradients and parameters pass.
+        # Each bucket costs the CPU's kernel about 0.4 ms of idle time, and only gradients and parameters are copied.
         cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self.bucket_bytes)
         pieces = ([(one.stop - one.start, cpu_shards[one.shard].param) for one in each.ranges] for each in cpu_buckets)
         passing = (sum(aligned(numel * param.element_size()) for numel, param in each) for each in pieces)
-        passing_bytes = 2 * max(passing, default=0)  # of parameters, and of their gradients, if of the same dtype
+        passing_bytes = 2 * max(passing, default=0)  # parameters, and gradients of the same dtype
         buckets, homes = plan_buckets([_spec(shard) for shard in streamed], self.bucket_bytes)
         left_bytes = self._policy.snapshot_bytes - self.spare_bytes
         spare_bytes = homes.end_of(homes.count_within(left_bytes))
@@ -285,7 +285,7 @@ class Plan:
         if self._host is not None:
             needed_bytes += self._host.missing_bytes(passing_bytes)
         self.check_host_memory(needed_bytes)
-        # First what may fail (the driver may refuse to lock pages), so that nothing has to be undone.
+        # Take memory first: the driver may refuse to lock pages, and then nothing has to be undone.
         if self._host is not None and cpu_buckets:
             self._host.reserve(passing_bytes)
         arena = Arena(streamed, homes, spare_bytes, self.region)
@@ -306,7 +306,7 @@ class Plan:
         return [*self.arenas, *([] if self.of_parameters is None else [self.of_parameters])]
 
     def housed(self) -> Iterator[Housed]:
-        """All that has a home: state, and parameters."""
+        """Yield all state shards, and all parameters whose home is on the host."""
         return (shard for arena in self._all_arenas for shard in arena.shards)
 
     @property
@@ -322,7 +322,7 @@ class Plan:
         return sum(arena.missing_bytes for arena in self._all_arenas if arena.moves)
 
     def take_spare_homes(self) -> None:
-        """Give all that moves a second home, where it has none. Nothing is moving.
+        """Give spare homes to all moving shards without one. Call only while nothing is in flight.
 
         Raises:
             RuntimeError: the driver refuses to lock the memory.
@@ -332,10 +332,10 @@ class Plan:
                 arena.take_spare(self.region)
 
     def homes_under(self, leaves: Iterable[Tensor], what: str) -> dict[int, ShardHome]:
-        """Return the homes over which some of ``leaves`` lie, by address.
+        """Return the homes on which some of ``leaves`` lie, by address.
 
         Raises:
-            RuntimeError: a step has left one of them for its spare home; says so of ``what``.
+            RuntimeError: a step has left one of the homes for the spare one; the message begins with ``what``.
         """
         addresses = {leaf.data_ptr() for leaf in leaves if leaf.device.type == "cpu" and leaf.numel()}
         found = {
@@ -353,11 +353,11 @@ class Plan:
         return {address: home for address, (_, home) in found.items()}
 
     def check_host_memory(self, nbytes: int) -> None:
-        """Raise a MemoryError if there is no host memory for so much beside what is held."""
+        """Raise a MemoryError if there are not ``nbytes`` of host memory on top of ``regions``."""
         check_host_memory(nbytes, self._policy.host_limit_bytes, sum(region.nbytes for region in self.regions))
 
     def take_region(self, nbytes: int, breaks: Sequence[int]) -> Region:
-        """Take host memory for parameters, with offsets that no copy crosses; whoever takes it adds it to ``regions``.
+        """Take host memory for parameters, with offsets that no copy crosses; the caller adds it to an arena.
 
         Raises:
             MemoryError: host memory does not suffice.
@@ -367,23 +367,23 @@ class Plan:
         return self.region(nbytes, breaks)
 
     def region(self, nbytes: int, breaks: Sequence[int] = ()) -> Region:
-        """As :meth:`take_region`, where it is known that there is as much."""
+        """Take host memory without the check of :meth:`take_region`."""
         within = [at for at in breaks if at < nbytes]
         return Region(nbytes, device=self._device, pin=self._pin, breaks=within)
 
     def bind(
         self, bucket: Bucket, block: Tensor | None, weights_at: Callable[[Tensor, int, int], Tensor | None]
     ) -> list[BoundRange]:
-        """Bind the ranges of a bucket whose place is ``block``, for the optimizer to see.
+        """Bind the ranges of a bucket whose place is ``block``, as the optimizer sees them.
 
-        ``weights_at``: the range of a parameter on the device, if its home is on the host.
+        ``weights_at`` returns a parameter's range in its place, or ``None`` if the parameter stays on the device.
         """
         home, bound = home_of(bucket), []
         for shard, piece, offsets in zip(home.shards, home.packed.ranges, home.packed.leaf_offsets, strict=True):
             if shard.on_host:
-                values = {}  # each update finds out which home it is
+                values = {}  # each update looks up the current home
             else:
-                # Optimizers of others may look at storages; those of torch that work on local tensors do not.
+                # Untested optimizers may look at storages; torch's, on local tensors, do not.
                 apart = not (self._layouts.capabilities.known and shard.on_locals)
                 memory = block if block is not None else self._no_bytes
                 values = slot_values(shard, piece.start, piece.stop, memory, offsets, apart=apart)
@@ -396,7 +396,7 @@ class Plan:
         return self._layouts.capabilities.conventions.as_saved(optimizer, param, state, homes, empty=empty)
 
     def handed_out(self, param: Tensor, saved: UserState) -> UserState:
-        """``saved`` with aliases of homes, whose life can be counted."""
+        """Return ``saved`` with homes replaced by aliases, so that references of others can be counted."""
         if param not in self.shards:
             return saved
         shard = self.shards[param]
@@ -404,7 +404,7 @@ class Plan:
         return {n: shard.handed_out(n) if n in homes and value is homes[n] else value for n, value in saved.items()}
 
     def clear(self) -> None:
-        """Drop all buckets and homes. Whoever still holds a state tensor keeps its region alive."""
+        """Drop all buckets and homes. A state tensor that others still hold keeps its region alive."""
         self.shards.clear()
         self.arenas.clear()
         self.others.clear()
@@ -415,15 +415,16 @@ class Plan:
 
 
 class Turning(Updates):
-    """A step under way, and what lives in its other home once it is complete.
+    """A step under way, and the shards whose spare home becomes the home once it is complete.
 
-    A shard may be cut into several buckets. Each of them has its bytes in the spare home from its own update on, and
-    all of them have been updated when the step is complete: then the shard lives there.
+    A shard may be cut into several buckets. Each bucket stores into the spare home from its own update on. When the
+    step is complete, all of them have been updated, and the spare home becomes the shard's home.
 
     Attributes:
-        states: the entries that updates write: ``optimizer.state``, or copies while they are guesses.
-        own: these copies, while updates may be taken back, and none may change a home; ``None``: the step is certain.
-        moving: what turns at the end; parameters turn at once, unless it is a guess.
+        states: entries that updates write: those of ``optimizer.state``, or copies in a speculative step.
+        own: these copies while the step may be rolled back, so that no update may change a home; ``None``: it is
+            certain.
+        moving: shards that turn at the end; parameters turn at once, unless the step is speculative.
     """
 
     def __init__(
@@ -435,7 +436,7 @@ class Turning(Updates):
         self.moving: dict[Housed, None] = {}
 
     def turn(self, shards: Sequence[AnyHoused]) -> list[AnyHoused]:
-        """An update changes ``shards``; returns those of them that live in the other home when the step is complete."""
+        """Note that an update changes ``shards``; return those whose spare home becomes the home with this step."""
         for shard in shards:
             spare, turns = shard.spare, self.own is not None or shard.home.is_read()
             if turns and spare is not None and shard not in self.moving and self._may_move(shard):
@@ -443,7 +444,7 @@ class Turning(Updates):
         return [shard for shard in shards if shard in self.moving]
 
     def _may_move(self, one: Housed) -> bool:
-        # Without a gradient, its other buckets may not be updated in this step, and their bytes would stay behind.
+        # Without a gradient, the shard's other buckets may not be updated in this step, and would stay behind.
         return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._lending.gradient(one.param) is not None
 
     def move_parameters(self) -> None:
@@ -452,7 +453,7 @@ class Turning(Updates):
             del self.moving[one]
 
     def commit(self, done: Container[int] | None = None) -> None:
-        """The step is complete, or has failed when the buckets ``done`` were: state moves of which all buckets were."""
+        """Make spare homes the homes of state: of all of ``moving``, or of shards whose buckets are all in ``done``."""
         for shard in self.moving:
             if isinstance(shard, StateShard) and (done is None or all(number in done for number in shard.buckets)):
                 left = shard.home
@@ -472,30 +473,30 @@ _SPOILED = (
 
 
 class Lending:
-    """Knows who reads which homes while training goes on: an update must not write them (R4).
+    """Records which homes others read during training, as a checkpoint's writer: no update may write these (R4).
 
-    A shard with a spare home lives in either, in turns. Without one, or where that is read as well, the store waits for
+    A shard with a spare home alternates between the two. If it has none, or that is read as well, the store waits for
     the reader::
 
         a save lends homes ──▶ updates of the next step: Home.turn() ──▶ Turning.commit(): optimizer.state follows
 
     Attributes:
-        gradient: finds that of a parameter.
-        entries: ``optimizer.state``, weakly: its entries are not held by others.
-        readers: of any home; some of them may have finished.
-        left: homes that others held when steps left them, and their versions.
+        gradient: returns the gradient of a parameter.
+        entries: weak reference to ``optimizer.state``, whose own entries do not count as held by others.
+        readers: readers of any home; some may have finished.
+        left: homes that others still held when a step left them, with their shards and versions.
     """
 
     def __init__(self, core: Core, gradient: Callable[[Tensor], Tensor | None]) -> None:
         self.gradient = gradient
-        self._core = weakref.ref(core)  # whose items have homes, which refer to this
+        self._core = weakref.ref(core)  # weak, since homes of the core's items refer to this
         self.entries: Callable[[], OffloadedState | None] = lambda: None
         self.readers: list[Reader] = []
         self.left: list[tuple[StateShard, ShardHome, object]] = []
         self._is_spoiled = False
 
     def lend(self, reader: Reader, homes: Iterable[ShardHome]) -> None:
-        """From now on nothing writes ``homes`` until ``reader`` has finished; they hold the newest bytes."""
+        """Protect ``homes``, which hold the newest bytes, from writes until ``reader`` has finished (R4)."""
         homes = list(homes)
         for home in homes:
             home.readers.append(reader)
@@ -510,10 +511,10 @@ class Lending:
         reader.when_over(look)
 
     def check_unspoiled(self) -> None:
-        """Raise if somebody has written into what was lent: the checkpoint may have that write. We ourselves never do.
+        """Raise if the user has written lent homes, as the checkpoint may contain the write. Our updates never do.
 
         Raises:
-            RuntimeError: somebody has. It is raised once; training may go on.
+            RuntimeError: the user has written one. It is raised once; training may continue.
         """
         if self._is_spoiled:
             self._is_spoiled = False
@@ -525,13 +526,13 @@ class Lending:
         return any(getattr(one, "thread", None) is here and one.is_reading() for one in self.readers)
 
     def wait(self) -> None:
-        """Block until nobody else reads any home."""
+        """Block the host until all readers have finished."""
         for reader in self.readers:
             reader.wait()
         self.readers, self.left = [], []
 
     def lost_writes(self) -> list[str]:
-        """Name state whose old home others have written since a step left it: such a write is lost."""
+        """Name state whose old home the user has written since a step left it: such a write is lost."""
         self.left = [one for one in self.left if one[1] is not one[0].home]  # a later step has moved it back
         written = [shard.name for shard, home, versions in self.left if versions_of([home]) != versions]
         self.left = [(shard, home, versions_of([home])) for shard, home, _ in self.left if home.is_held()]
@@ -539,13 +540,13 @@ class Lending:
 
     @property
     def step(self) -> Turning | None:
-        """The step under way."""
+        """Return the step under way."""
         core = self._core()
         return None if core is None else cast(Turning | None, core.updates)
 
     @property
     def moving(self) -> Container[Housed]:
-        """What lives in its other home once that step is complete."""
+        """Return the shards whose spare home becomes the home once the step under way is complete."""
         step = self.step
         return () if step is None else step.moving
 
@@ -556,12 +557,12 @@ def _spec(shard: StateShard) -> ShardSpec:
 
 
 def _largest_numel(shard: StateShard) -> int:
-    """The elements of the largest shard of this state over all ranks, which have to choose the same."""
+    """Return the elements of the largest shard of this parameter over all ranks, which have to choose alike."""
     return largest_local_numel(shard.param) if shard.layout.values else 0
 
 
 def versions_of(homes: Iterable[ShardHome]) -> list[tuple[int, ...]]:
-    """Changes with every write into one of the homes: through a DTensor, its local tensor, or what that consists of."""
+    """Return versions that change with each write into ``homes``, through a DTensor, its local tensor or a leaf."""
     found = []
     for home in homes:
         found += [

@@ -1,4 +1,4 @@
-"""Where a model's forward and backward meet the core. Everything here refers to the optimizer weakly."""
+"""Hooks from a model's forward and backward into the core. Everything here refers to the optimizer weakly."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from ..fsdp.homed import keep_in_place
 from ..policy import OffloadPolicy
 from .engine import Engine, states_of
 
-_LOOKS = {"_before_state_dict", "_after_state_dict", "_before_load"}  # other threads come in between steps
+_LOOKS = {"_before_state_dict", "_after_state_dict", "_before_load"}  # other threads may run these between steps
 
 
 class ModelHooks:
     """The hooks on one model for one optimizer.
 
-    Parameters that stay on the device are waited for before their gather; those that stream are fetched as late as
+    The gather of parameters that stay on the device waits for their updates. Streamed parameters are fetched as late as
     possible, before their shards are read.
     """
 
@@ -32,7 +32,7 @@ class ModelHooks:
         self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), engine
         self._groups = sharding_groups(model)
         hooks = weakref.ref(self)
-        # All that the hooks keep: what the device does is waited for when the engine goes, what the CPU does is not.
+        # The hooks keep only this. A deleted engine waits for work of the device, and not for updates on the CPU.
         last = self._left_behind = LeftBehind(self._model, {} if engine.host is None else engine.host.ended)
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
@@ -46,7 +46,7 @@ class ModelHooks:
                 partial(_call, hooks, last, name)
                 for name in ("_before_state_dict", "_after_state_dict", "_before_load")
             )
-            for module in model.modules():  # also of parts, whose state dict may be asked for by itself
+            for module in model.modules():  # also submodules, whose state dict may be taken by itself
                 self._undo.append(module.register_state_dict_pre_hook(before_save).remove)
                 self._undo.append(module.register_state_dict_post_hook(after_save).remove)
                 self._undo.append(module.register_load_state_dict_pre_hook(before_load).remove)
@@ -63,7 +63,7 @@ class ModelHooks:
     # Called by the hooks ----------------------------------------------------------------------------------------------
 
     def call(self, method: str, *args: Any) -> None:
-        """Call one of the methods below. A backward that it refuses to go on with leaves nothing behind."""
+        """Call one of the methods below. If it raises, abandon the backward, so that no part of it is left."""
         try:
             with nullcontext() if method in _LOOKS else self._engine.core.lock:
                 getattr(self, method)(*args)
@@ -90,7 +90,7 @@ class ModelHooks:
             if runs_in_backward():
                 engine.refuse("second backward" if in_backward else "recomputation")
             step.is_seen = True
-        engine.core.come((number, in_backward, torch.is_grad_enabled()))  # an evaluation comes to points of its own
+        engine.core.come((number, in_backward, torch.is_grad_enabled()))  # an evaluation has points of its own
         self._before_gather(number, None)
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
             if engine.core.is_foreign:
@@ -114,7 +114,7 @@ class ModelHooks:
     def _before_state_dict(self, *_: object) -> None:
         with self._engine.between_steps():
             self._engine.check_whole("model.state_dict()")
-            self._engine.wait_updated()  # each parameter that lives on the host waits for its home by itself
+            self._engine.wait_updated()  # reading a parameter on the host waits for its home by itself
 
     def _after_state_dict(self, module: nn.Module, found: Mapping[str, object], prefix: str, _: object) -> None:
         engine = self._engine
@@ -128,7 +128,7 @@ class ModelHooks:
         with self._engine.between_steps():
             self._engine.wait_updated()
             if self._engine.weights.items:
-                self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may read what will be written
+                self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may still be reading the homes
 
     def _before_reduce(self, number: int) -> None:
         optimizer, engine = self._optimizer(), self._engine
@@ -142,7 +142,7 @@ class ModelHooks:
                 engine.refuse("second backward")
         if engine.policy.parameters:
             refuse_freed(self._groups[number].params)
-        engine.core.uses(number)  # R1: it may add to gradients that an update reads, and no gather has waited for that
+        engine.core.uses(number)  # R1: the reduction may add to gradients that an update reads; no gather has waited
 
     def _reduced(self, number: int, event: object) -> None:
         optimizer, engine = self._optimizer(), self._engine
@@ -162,11 +162,11 @@ def _call(hooks: "weakref.ref[ModelHooks]", left_behind: LeftBehind, method: str
 
 
 def hook_model(model: nn.Module | None, optimizer: Optimizer, engine: Engine) -> ModelHooks | None:
-    """Hook into a model's forward and backward; ``None`` where the policy can do without, and there is no place.
+    """Hook into a model's forward and backward; ``None`` if the policy needs no hooks, and no group is gathered.
 
     Raises:
-        ValueError: the policy needs a model, and there is none to hook into, or it is not sharded.
-        NotImplementedError: the same, and this torch's ``fully_shard`` has other hook points.
+        ValueError: the policy needs a sharded model, and there is none.
+        NotImplementedError: the policy needs hooks, and this torch's ``fully_shard`` has other hook points.
     """
     policy = engine.policy
     if policy.updates_in_backward and not engine.conventions.reads_param_grad:
@@ -192,10 +192,10 @@ def hook_model(model: nn.Module | None, optimizer: Optimizer, engine: Engine) ->
 
 
 def group_numbers(model: nn.Module | None, policy: OffloadPolicy) -> dict[Tensor, int]:
-    """Of the model's sharded parameters, in the order in which a forward gathers them; none without groups to hook.
+    """Map each sharded parameter to the number of its ``fully_shard`` group, in forward order; empty without groups.
 
     Raises:
-        NotImplementedError: this torch's ``fully_shard`` has other hook points, and the policy cannot do without.
+        NotImplementedError: the policy needs hooks, and this torch's ``fully_shard`` has other hook points.
     """
     if model is None:
         return {}

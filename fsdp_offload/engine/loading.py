@@ -1,7 +1,7 @@
-"""``load_state_dict`` for offloaded state: everything is checked before anything changes, and copied straight home.
+"""``load_state_dict`` for offloaded state: checks everything before anything changes, then copies straight into homes.
 
-torch's own version casts every tensor to the dtype of its parameter and moves it to its device; here tensors keep
-their dtype and go where they live.
+torch's own version casts each tensor to the dtype of its parameter, and moves it to the parameter's device; here
+tensors keep their dtype.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, UserState]:
-    """The saved state by parameter; a ValueError if groups, names, shapes, dtypes or shardings do not fit.
+    """Return the saved state by parameter; raise ValueError if groups, names, shapes, dtypes or shardings do not fit.
 
     A parameter may have no state at all (it never had a gradient); if it has some, it must have all.
     """
@@ -48,7 +48,7 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
     for saved_id, (param, index) in zip(saved_ids, params, strict=True):
         param_of[saved_id] = param
         given = state_dict["state"].get(saved_id) or {}
-        # ``None`` where a tensor is expected is none yet: SGD used to save ``momentum_buffer: None``.
+        # ``None`` in place of a tensor means no state yet: SGD used to save ``momentum_buffer: None``.
         present = {name: value for name, value in given.items() if value is not None}
         absent = dict.fromkeys(given.keys() - present.keys())
         saved = engine.conventions.without_dispensable(param, present)
@@ -63,7 +63,7 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
 
 
 def _check_form(state_dict: Mapping[str, Any]) -> None:
-    """Refuse another state dict than an optimizer's: where torch's error is a KeyError, this is one."""
+    """Refuse a dict that is not an optimizer's state dict; raise KeyError where torch does."""
     says = "load_state_dict: expected what optimizer.state_dict() gives"
     inner = [
         f"[{key!r}]" for key, value in state_dict.items() if isinstance(value, Mapping) and "param_groups" in value
@@ -89,9 +89,9 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
 def _expected_layout(
     engine: Engine, optimizer: Optimizer, param: Tensor, index: int, saved_group: Mapping[str, Any]
 ) -> StateLayout:
-    """The layout under the hyperparameters of the state dict; state that there has been keeps its dtypes."""
+    """Return the layout under the hyperparameters of the state dict; state that has existed keeps its dtypes."""
     group = optimizer.param_groups[index]
-    merged = {**group, **saved_group, "params": group["params"]}  # which may bring amsgrad
+    merged = {**group, **saved_group, "params": group["params"]}  # the saved group may turn on amsgrad
     optimizer.param_groups[index] = merged
     try:
         layout = engine.layouts.learn(optimizer, param, merged, engine.names.get(param, ""))
@@ -104,9 +104,9 @@ def _expected_layout(
 def _checked(
     engine: Engine, name: str, param: Tensor, layout: StateLayout, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> UserState:
-    """The saved state of a parameter whose layout is known; counters where and as the optimizer keeps them."""
+    """Check the saved state of a parameter with a known layout; return it with counters as the optimizer keeps them."""
     expected = [*layout.values, *layout.scalars, *layout.left_out]
-    # Only optimizers that we know have all of their state from the first step on.
+    # Only known optimizers are sure to have all of their state from the first step on.
     needed = (
         expected if engine.layouts.capabilities.known else [n for n in layout.values if n in current or not current]
     )
@@ -115,7 +115,7 @@ def _checked(
     missing = [n for n in needed if n not in saved and n not in rebuilt]
     extra = [n for n in saved if n not in expected and n not in current]
     if extra and expected and not missing and MASTER not in extra:
-        # What users add to the state of a parameter is theirs, and comes beside all of the optimizer's own.
+        # Users may add entries to a parameter's state; then all of the optimizer's own are there as well.
         logger.warning(
             "load_state_dict: the state of %s has %s, which the optimizer does not use; kept as is", name, extra
         )
@@ -137,7 +137,7 @@ def _checked(
 
 
 def _of_whole(engine: Engine, name: str, param: Tensor, saved: UserState) -> UserState:
-    """The saved state of a parameter whose optimizer moves as a whole: any layout and dtypes, as sharded as it was."""
+    """Return the saved state of a parameter of a whole optimizer: any layout and dtypes, but the same sharding."""
     homes = engine.plan.shards[param].homes if param in engine.plan.shards else {}
     for key in homes.keys() & saved.keys():
         _check_sharding(f"{name}, {key!r}", homes[key], saved[key])
@@ -145,7 +145,7 @@ def _of_whole(engine: Engine, name: str, param: Tensor, saved: UserState) -> Use
 
 
 def _check_scalar(place: str, example: object, saved: object) -> None:
-    """A counter that is a 0-dim tensor may have been saved as a number: old checkpoints have that."""
+    """Refuse a counter that is not a number or a tensor of one element; old checkpoints have numbers for tensors."""
     is_number = isinstance(saved, bool | int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)
     if isinstance(example, Tensor | bool | int | float) and not is_number:
         got = f"a tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
@@ -153,7 +153,7 @@ def _check_scalar(place: str, example: object, saved: object) -> None:
 
 
 def _check_value(engine: Engine, place: str, param: Tensor, value: ValueLayout, saved: object) -> None:
-    home = param  # sharded like that, or as an optimizer that sees DTensors would make it
+    home = param  # expect the parameter's sharding, or that of state made by an optimizer that sees DTensors
     if is_dtensor(param) and not engine.layouts.capabilities.elementwise:
         meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
         home = value.build(meta)
@@ -175,7 +175,7 @@ def _check_sharding(place: str, home: Tensor, saved: object) -> None:
     if not isinstance(saved, Tensor):
         return
     wanted, found = placements_of(home), placements_of(saved)
-    # A plain local tensor of the right size is refused too: nothing says which rank's shard it is.
+    # Refuse a plain local tensor of the right size, too: it may be another rank's shard.
     if wanted != found and (saved.shape == home.shape or found is None):
         got = f"a plain tensor of shape {tuple(saved.shape)}" if found is None else found
         raise ValueError(
@@ -186,7 +186,7 @@ def _check_sharding(place: str, home: Tensor, saved: object) -> None:
 
 
 def _like_example(example: object, saved: Any) -> Any:
-    """A counter where and as the optimizer keeps it; a copy, since the state dict may be used again."""
+    """Copy a counter to the device and dtype that the optimizer keeps; the state dict may be used again."""
     if isinstance(saved, Tensor):
         return saved.detach().to(example, copy=True) if isinstance(example, Tensor) else saved.clone()
     return saved

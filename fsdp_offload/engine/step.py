@@ -1,4 +1,4 @@
-"""A step of the user's own optimizer, on one bucket after the other."""
+"""Runs a step of the user's own optimizer on one bucket after the other."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,35 +28,35 @@ from .homes import Lending, Plan, Turning, home_of
 from .weights import Weights
 
 MOST_BOUND = 32
-"""Places for each of which a bucket has tensors of its own: to move them costs the host a tenth of making them."""
+"""Most places for which a bucket keeps bound tensors. Moving tensors costs the host a tenth of making them."""
 
 UPDATED_BYTES = 4 * LARGEST_BYTES
-"""The most state that one update covers, more than a block of 100 M parameters has: each call costs the host time."""
+"""Most bytes of state in one update, more than a block of 100 M parameters has: each call costs the host time."""
 
 
 class Heard(Protocol):
-    """What a listener hears of one step. A step that is rolled back, or fails, is dropped without :meth:`committed`."""
+    """A listener's view of one step. A step that fails, or is rolled back, is dropped without :meth:`committed`."""
 
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
-        """Call ``run``, which updates ``ranges`` in the current stream: their parameters are on the device."""
+        """Call ``run``, which updates ``ranges`` on the current stream; their parameters are on the device."""
 
     def committed(self, updated: Sequence[Mark]) -> None:
-        """The step is complete; its updates have run once the marks ``updated`` have passed."""
+        """Handle the end of the step, whose updates have run once the marks ``updated`` have passed."""
 
 
 class Listener(Protocol):
-    """Listens to steps of one optimizer."""
+    """Hears of the steps of one optimizer."""
 
     def begin(self) -> Heard:
-        """A step begins."""
+        """Begin a step; return the object that hears of it."""
 
 
 @dataclass(eq=False)
 class Contents:
-    """Holds what all steps of one optimizer are about, as :class:`Engine` has it. It never refers to the optimizer.
+    """The parts of an :class:`Engine` that its steps use. It never refers to the optimizer.
 
-    ``writes_gradients``: an update has written the gradients that it was given, so none can be repeated.
-    ``listeners``: of its steps on the device.
+    ``writes_gradients``: an update has written the gradients that it was given, so that updates cannot be repeated.
+    ``listeners``: hear of its updates on the device.
     """
 
     cls: type[Optimizer]
@@ -71,13 +71,13 @@ class Contents:
 
 
 class Step(Turning):
-    """One logical step: opened by its first update, in the backward or in ``step()``, and dropped with its end.
+    """One logical step: opened by its first update, in the backward or in ``step()``, and dropped when it ends.
 
     Attributes:
-        divided: what the buckets of this step share.
-        without_state: parameters that had none when the step began.
-        used: by bucket, shards whose gradients this step has used.
-        heard: what each listener hears of it.
+        divided: param groups and counters that the buckets of this step share.
+        without_state: parameters that had no state when the step began.
+        used: by bucket number, shards whose gradients this step has used.
+        heard: each listener's object for this step.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Step(Turning):
     ) -> None:
         self._contents, plan, layouts = contents, contents.plan, contents.layouts
         pinned = pinned_implementations(optimizer)
-        # What foreach allocates grows with what a call updates.
+        # The memory that foreach allocates grows with the state that a call updates.
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
         own = None if way_back is None else OwnCounters(states, plan.shards)
         super().__init__(contents.lending, states, own, way_back)
@@ -106,28 +106,28 @@ class Step(Turning):
         self.heard = [one.begin() for one in contents.listeners]
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
-        """Gradients of ``params`` have been used, by a step that did not come to its end."""
+        """Skip the gradients of ``params``: a step that a load has ended used them."""
         for shard in (self._contents.plan.shards[param] for param in params if param in self._contents.plan.shards):
             for number in shard.buckets:
                 self.used.setdefault(number, set()).add(shard)
 
     def certain(self) -> None:
-        """The guesses are right: from now on updates count where the user sees it."""
+        """Make a speculative step certain: later updates write the entries of ``optimizer.state``."""
         assert self.own is not None
         self.states, self.own = self.own.states, None
         self.move_parameters()
 
     def finish(self, core: Core, optimizer: Optimizer, states: StateStore, created: list[Tensor]) -> None:
-        """All updates have been issued: give the user the state that they have ``created``, and changed entries."""
+        """Finish a step after its last update: put ``created`` state in order, and write changed entries."""
         if created:
             new = set(created)
             states.move_last([param for param in params_of(optimizer) if param in new])
         rest = self.divided.unvisited
-        if rest:  # groups of which no bucket was updated: a plain step sees them as well
+        if rest:  # groups without an updated bucket: a plain step sees them as well
             groups, device = optimizer.param_groups, core.cache.device
             self.divided.run({number: self._stand_in(groups[number]["params"], device) for number in rest}, {})
         if self.divided.changes_tensors:
-            core.lanes.compute.wait(*core.updated.values())  # R3: other lanes may still be writing them
+            core.lanes.compute.wait(*core.updated.values())  # R3: other lanes may still be writing these tensors
         self.divided.commit(optimizer)
         contents, changed = self._contents, self.divided.changed_entries.keys()
         if not changed <= contents.layouts.counters:
@@ -135,7 +135,7 @@ class Step(Turning):
             contents.groups.keys = contents.groups.keys_of(optimizer)
 
     def _stand_in(self, params: list[Tensor], device: torch.device) -> list[Tensor]:
-        """Something without a gradient in the place of the parameters of a group."""
+        """Return dummy parameters without a gradient for a group of which no bucket was updated."""
         if not params or self._contents.layouts.capabilities.conventions.state_without_gradient:
             return []
         local = local_shard(params[0])
@@ -148,13 +148,13 @@ class Step(Turning):
                 home_of(bucket).follow()
 
     def _bind(self, bucket: Bucket) -> list[BoundRange]:
-        """Bind the ranges of a bucket where they are now, for the optimizer to see."""
+        """Bind the ranges of a bucket in their current place, as the optimizer sees them."""
         block = bucket.state.block
         blocks = tuple([item.block for item in bucket.streamed])
         bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]
         if bound is None or any(map(BoundRange.has_moved, bound)):
             memory, place = None if block is None else block.memory, self._contents.weights.place
-            if len(bucket.bound) >= MOST_BOUND:  # blocks that come and go
+            if len(bucket.bound) >= MOST_BOUND:  # blocks were freed and made anew
                 bound = bucket.bound.pop(next(iter(bucket.bound)))  # type: ignore[assignment]
             known = self._contents.layouts.capabilities.known  # else its state has memory of its own: ``slot_values``
             if not (bound and memory is not None and known and all(one.move_to(memory, place) for one in bound)):
@@ -169,7 +169,7 @@ class Step(Turning):
         return bool(late) and any(self._lending.gradient(param) is not None for param in late)
 
     def _to_update(self, bucket: Bucket) -> list[tuple[BoundRange, Tensor | None]]:
-        """The ranges of a bucket whose gradients this step has not used: all, unless some came late. And these."""
+        """Pair ranges of a bucket with their gradients, except for gradients that this step has used already."""
         used, gradient = self.used.setdefault(bucket.number, set()), self._lending.gradient
         found = [(one, gradient(one.shard.param)) for one in self._bind(bucket) if one.shard not in used]
         used.update([one.shard for one, grad in found if grad is not None])
@@ -179,12 +179,12 @@ class Step(Turning):
         host = self._contents.host
         assert host is not None
         moving = self.turn(home_of(bucket).shards)
-        bucket.state.home.wait_unread()  # R4: a save may still be reading this home, and there is no spare one
+        bucket.state.home.wait_unread()  # R4: a save may still be reading a home that has no spare one
         ranges = [one for one, _ in self._to_update(bucket)]
         return host.update(bucket.number, ranges, self.states, moving, after)
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Bind what an update needs now: when it runs, the user may have gone on."""
+        """Bind the tensors of an update now: the user may exchange them before it runs."""
         found = [each for bucket in buckets for each in self._to_update(bucket)]
         ranges = [one for one, _ in found]
         read = list(self.divided.copies)  # if they were freed now, compute might write there before the update reads
@@ -197,7 +197,7 @@ class Step(Turning):
                 states.copy([one.shard.param for one in ranges])
             try:
                 for one, grad in found:
-                    one.gradient = one.part_of(grad)  # R3: in this lane, as it copies gradients that are not contiguous
+                    one.gradient = one.part_of(grad)  # R3: in this lane, since it copies non-contiguous gradients
                 before = _versions(ranges)
                 with torch.no_grad(), bare(seen) if seen else nullcontext():
                     if not heard:
@@ -216,6 +216,6 @@ class Step(Turning):
 
 
 def _versions(ranges: Iterable[BoundRange]) -> list[object]:
-    """Change with what an update writes into the gradients that it was given."""
+    """Return versions of the ranges' gradients, which change when an update writes into them."""
     given = [(grad, one.shard.on_locals) for one in ranges if (grad := one.gradient) is not None]
     return [grad._version if is_local else version_of(grad) for grad, is_local in given]

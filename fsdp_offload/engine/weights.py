@@ -1,7 +1,7 @@
-"""Parameters that live on the host: for each group of ``fully_shard`` one item, whose place its gathers read.
+"""Parameters with homes on the host: one item for each ``fully_shard`` group, whose gathers read the item's place.
 
 The home of a group has the layout of its place, each parameter padded as a gather reads it, so that a load is one copy.
-Frozen parameters of the model are among them; those that another optimizer updates stay where they are.
+Frozen parameters of the model get homes as well; parameters that another optimizer updates are not touched.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from .homes import Arena, ArenaHome, Lending, TakeRegion
 
 @dataclass(eq=False)
 class Part(Housed):
-    """A parameter that lives on the host: the number of its group, and its offset in the place of that.
+    """A parameter with a home on the host: the number of its group, and its offset (bytes) in the group's place.
 
-    It has no reference to the item of the group, which has one to it.
+    It does not refer to the item of its group, which refers to it.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Part(Housed):
 
 
 class GroupHome(ArenaHome[Part]):
-    """The home of the parameters of a group, of which updates change those that are ``trained``."""
+    """The home of the parameters of a group. Updates change only the ``trained`` ones."""
 
     def __init__(self, packed: Packed, arena: Arena[Part], lending: Lending, trained: Container[Tensor]) -> None:
         super().__init__(packed, arena, lending)
@@ -73,22 +73,22 @@ class GroupHome(ArenaHome[Part]):
         return any(holders_of(part.local) > own for part, own in self._own.items())
 
     def version(self) -> object:
-        """Changes when somebody else writes one of them, or has been given it: not all writes are counted."""
+        """Return versions and counts of uses: both, since versions miss some writes of others."""
         return [(version_of(param), uses_of(param)) for param in self._params]
 
 
 class FixedHome(Home):
-    """Knows who holds the parameters of a group that stay on the device; it has no bytes."""
+    """Records tensors that others hold over a group's parameters, which stay on the device; it has no bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self._handed_out: dict[Tensor, list[TensorWeakRef]] = {}
 
     def hand_out(self, param: Tensor, value: object, step: int) -> None:
-        """Note that others have got ``value``, over ``param``, after so many steps."""
+        """Note that others have got ``value``, a tensor over ``param``, after ``step`` steps."""
         if isinstance(value, Tensor) and value is not param:
             alive = [one for one in self._handed_out.get(param, ()) if one() is not None]
-            # Views of a local tensor keep it alive, and so the reference to it.
+            # Views of a local tensor keep it alive, so that the weak reference to it stays valid.
             self._handed_out[param] = [*alive, *map(TensorWeakRef, (value, local_shard(value)))]
             self.expose(step)
 
@@ -97,13 +97,13 @@ class FixedHome(Home):
 
 
 class Weights:
-    """The parameters of one optimizer that live on the host; none before :meth:`move_home`.
+    """The parameters of one optimizer whose home is on the host; none before :meth:`move_home`.
 
     Attributes:
-        groups: those that have any of them, by number.
-        items: by number, the item of each of these groups.
-        parts: by parameter.
-        fixed: homes of groups whose parameters stay on the device, by number.
+        groups: by group number, the group's parameters among them.
+        items: by group number, the item of ``groups[number]``.
+        parts: by parameter, its group and offset.
+        fixed: by group number, homes of parameters that stay on the device.
     """
 
     def __init__(self, lending: Lending) -> None:
@@ -121,14 +121,14 @@ class Weights:
         spare_bytes: int,
         trained: Container[Tensor],
     ) -> Arena[Part]:
-        """Move the parameters of ``groups`` home; returns where that is. After an exception they are where they were.
+        """Move the parameters of ``groups`` to homes; return their arena. An exception leaves them where they were.
 
         Args:
-            groups: of ``fully_shard``.
-            look: at a parameter, whose home is up to date meanwhile.
+            groups: the parameters of each ``fully_shard`` group.
+            look: context in which the home of a parameter is up to date, for reads by the user.
             take: takes host memory.
-            spare_bytes: as many at most are for spare homes.
-            trained: those that updates may change; it may grow.
+            spare_bytes: most bytes for spare homes.
+            trained: parameters that updates may change; it may grow.
         """
         found = {number: group for number, group in enumerate(groups) if group}
         together = [one for group in found.values() for one in group]
@@ -154,7 +154,7 @@ class Weights:
                 home = GroupHome(its, arena, self._lending, trained)
                 self.items[number] = Item(f"parameters of group {number}", its.nbytes, home=home)
             self.groups = dict(found)
-            self.parts.update(parts)  # in place: others know this dict
+            self.parts.update(parts)  # in place: Plan.streamed is a view of this dict
         except BaseException:  # an interrupt, too
             for put_back in undo:
                 put_back()
@@ -167,9 +167,9 @@ class Weights:
         return sum(local_shard(param).nbytes for param in self.parts)
 
     def place(self, param: Tensor, start: int, stop: int) -> Tensor | None:
-        """The elements ``[start, stop)`` of a parameter on the device, where it is now; ``None``: it does not stream.
+        """Return elements ``[start, stop)`` of a parameter in its place; ``None`` if the parameter is not streamed.
 
-        If these are all of its elements, the result has its shape; else it is flat.
+        If these are all elements, the result has the local shape; else it is flat.
         """
         part = self.parts.get(param)
         if part is None:
@@ -179,13 +179,13 @@ class Weights:
         return flat.as_strided(local.shape, local.stride()) if stop - start == local.numel() else flat[start:stop]
 
     def _padded(self, part: Part) -> Tensor:
-        """A parameter in its place, as a gather reads it: flat."""
+        """Return a parameter in its place as a gather reads it: flat, of shape ``(padded_numel,)``."""
         block = self.items[part.number].block
         assert block is not None, "its group is on the device"
         return block.memory[part.offset :][: _padded_nbytes(part.sharded)].view(part.local.dtype)
 
     def lend(self, number: int) -> None:
-        """Let the gather that follows read the place of a group."""
+        """Let the next gather of a group read its place."""
         block, group = self.items[number].block, self.groups[number]
         assert block is not None, "its group is on the device"
         if number not in block.views:
@@ -200,10 +200,10 @@ class Weights:
             one.take_back()
 
     def _is_ours(self, one: ShardedParameter) -> bool:
-        """Return whether no other optimizer has taken over what nobody trained when it was moved home.
+        """Return whether a parameter is still ours: another optimizer may have taken over one that was frozen.
 
-        ``fully_shard`` exchanges the tensor of an empty shard at the first forward, and gathers need its padding. A
-        step of an optimizer that moves as a whole puts the place there.
+        Empty shards are: ``fully_shard`` exchanges their tensor at the first forward, and gathers need the padding. So
+        are parameters in their place, where a step of an optimizer that moves as a whole puts them.
         """
         local, part = local_shard(one.param), self.parts[one.param]
         if local is part.home.weights or not local.numel():
@@ -211,7 +211,7 @@ class Weights:
         return self.items[part.number].block is not None and local.data_ptr() == self._padded(part).data_ptr()
 
     def return_to_device(self, device: torch.device) -> None:
-        """Let all of them live on the device again, out of their homes, which are up to date; after an error, none."""
+        """Move all parameters from their homes, which are up to date, back to the device; after an error, none."""
         ours = [part for part in self.parts.values() if self._is_ours(part.sharded)]
         try:
             for part in ours:
@@ -226,5 +226,5 @@ class Weights:
 
 
 def _padded_nbytes(one: ShardedParameter) -> int:
-    """Bytes of a parameter with the padding that a gather reads behind it."""
+    """Return the bytes of a parameter with the padding that a gather reads after it."""
     return one.padded_numel * local_shard(one.param).itemsize

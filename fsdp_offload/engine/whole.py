@@ -1,13 +1,13 @@
-"""Steps of an optimizer that nobody may divide: the user's own plain ``step()``, on all of its state at once.
+"""Runs optimizers whose step cannot be divided: load all state, run the user's plain ``step()``, store the state.
 
 ::
 
-    copy everything ──▶ optimizer.state holds the copies ──▶ plain step() ──▶ store, and it holds the homes again
+    copy all homes ──▶ optimizer.state holds the copies ──▶ plain step() ──▶ store; optimizer.state holds the homes
                                                                  │
                                     tensors that it has made or exchanged: copied into the homes, or planned anew
 
-Exact for any optimizer, and at a price: all of its state is on the device during ``step()``, where activations are
-gone. What is not a dense tensor of its own (lists, what shares memory with something else) stays on the device.
+Exact for any optimizer, at a price: all of its state is on the device during ``step()``, when activations are gone.
+Values that are not dense tensors with memory of their own (lists, views of shared memory) stay on the device.
 """
 
 import copy
@@ -38,12 +38,12 @@ class WholeEngine(Engine):
 
     @contextmanager
     def step_whole(self, optimizer: Optimizer, get_states: Callable[[], StateStore]) -> Iterator[None]:
-        """Within it, ``optimizer`` makes one plain step on everything.
+        """Load all state for one plain step of ``optimizer`` inside the block; store it afterwards.
 
-        ``get_states`` returns its state; it is asked again after the step, which may exchange it.
+        ``get_states`` returns its state; it is called again after the step, which may exchange the mapping.
 
         Raises:
-            RuntimeError: an earlier step stopped half way.
+            RuntimeError: an earlier step has left the state half updated.
         """
         with self.core.lock, torch.no_grad():
             states = get_states()
@@ -71,14 +71,14 @@ class WholeEngine(Engine):
     # What is planned --------------------------------------------------------------------------------------------------
 
     def add(self, optimizer: Optimizer, params: Iterable[Tensor], states: StateStore) -> None:
-        """As :meth:`Engine.add`; state that exists is planned as it is, and there is no room for other."""
+        """Take over parameters as :meth:`Engine.add` does, with homes only for state that exists, laid out as it is."""
         params = list(params)
         if params:
             self.layouts.staying = staying(optimizer, states, [*self.plan.shards, *params])
         super().add(optimizer, params, states)
 
     def take_over(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Bring home what of the state is not there: into homes that fit, or into others that are planned anew."""
+        """Move home state values that are not: into homes that fit them, or else after planning anew."""
         shards = self.plan.shards
         known = params_of(optimizer)
         self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
@@ -96,7 +96,7 @@ class WholeEngine(Engine):
                 self.take_staging()
 
     def _adopt_fitting(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Copy what is in the place of homes into these, where it is laid out as they are."""
+        """Copy values that have replaced homes into the homes, if their layouts are equal."""
         exchanged = [shard for shard in self.plan.shards.values() if is_exchanged(shard, states.get(shard.param))]
         if not exchanged:
             return
@@ -113,9 +113,9 @@ class WholeEngine(Engine):
             states.get(shard.param).update(adopted)
 
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        """As :meth:`Engine.install`, whatever its layout is. What has no home comes to where a plain load puts it.
+        """Make ``loaded`` the whole state, for any layout. Values without a home go where a plain load puts them.
 
-        Counters that the optimizer has had come to where it has kept them.
+        Counters that the optimizer already had go to the device on which it kept them.
         """
         examples = {param: _devices_of(shard.layout.scalars) for param, shard in self.plan.shards.items()}
         self.settle()
@@ -132,7 +132,7 @@ class WholeEngine(Engine):
                 homes = {} if shard is None else shard.homes
                 others = {name: value for name, value in state.items() if value is not homes.get(name)}
                 state.update(copies.of(others, self.device, stays, examples.get(param, {})))
-                if shard is not None:  # where counters are now says where the next load puts them
+                if shard is not None:  # the next load puts counters where they are now
                     counters = shard.layout.scalars
                     counters |= {name: state[name] for name in counters.keys() & state.keys()}
         self.failure = ""
@@ -143,15 +143,15 @@ class WholeEngine(Engine):
 
 
 class _Visit(Turning):
-    """A step: ``optimizer.state`` holds copies of all homes, with memory of their own: optimizers may keep them.
+    """A step during which ``optimizer.state`` holds device copies of all homes, each with memory of its own.
 
-    They are made, stored and freed in the order of the compute stream.
+    The optimizer may keep them. They are made, stored and freed in the order of the compute stream.
     """
 
     def __init__(self, engine: WholeEngine, optimizer: Optimizer, states: StateStore) -> None:
         super().__init__(engine.lending, states)
         self._engine, self._optimizer, core = engine, optimizer, engine.core
-        core.lanes.compute.wait(*core.updated.values())  # R2: the last step may still be storing, on another stream
+        core.lanes.compute.wait(*core.updated.values())  # R2: the last step may still be storing on another stream
         self._lent = {
             (shard, name): shard.on_device(name, engine.device, non_blocking=True)
             for shard in engine.plan.shards.values()
@@ -166,7 +166,7 @@ class _Visit(Turning):
         self._versions = self._written(states)
 
     def end(self, states: StateStore, error: BaseException | None) -> None:
-        """Send home what is on the device, and let ``optimizer.state`` hold the homes again."""
+        """Store the copies, and let ``optimizer.state`` hold the homes again."""
         engine, core, self.states = self._engine, self._engine.core, states
         if error is not None and self._is_torn(states):
             engine.failure = self._failure(error)
@@ -175,7 +175,7 @@ class _Visit(Turning):
         except BaseException as failed:
             engine.failure = self._failure(failed)
             raise
-        mark = core.lanes.compute.mark()  # R2: stores run up to there
+        mark = core.lanes.compute.mark()  # R2: the end of all stores
         core.updated = {core.lanes.compute.name: mark}
         self.commit()
         if error is None:
@@ -185,7 +185,7 @@ class _Visit(Turning):
             engine.take_over(self._optimizer, states)
 
     def _store(self, states: StateStore) -> None:
-        """Store copies, and what the step has put in their place, unless the optimizer keeps their memory."""
+        """Store the copies, or values that replaced them and fit; skip copies whose memory the optimizer keeps."""
         engine, moved = self._engine, self._engine.core.cache.moved
         kept = {leaf.untyped_storage().data_ptr() for leaf in self._kept(states) if leaf.numel()}
         self.turn([*engine.plan.shards.values()])
@@ -200,10 +200,10 @@ class _Visit(Turning):
             if value is not lent:
                 if name not in state or not _fits(shard, name, state, stay):
                     continue
-                # On the host it may be another home, which is about to be written.
+                # A value on the host may be another home, which is about to be written.
                 leaves = [leaf.clone() if leaf.device.type == "cpu" else leaf for leaf in leaves]
             home = shard.sides[shard.side ^ (shard in self.moving)]
-            home.wait_unread()  # R4: a checkpoint's writer may still be reading this home
+            home.wait_unread()  # R4: a checkpoint's writer may still be reading a home that has no spare one
             copies += zip(home.leaves[name], leaves, strict=True)
             state[name] = shard.homes[name]
         engine.core.lanes.compute.copy(copies)
@@ -216,10 +216,10 @@ class _Visit(Turning):
             f"whole; {listed(self._engine.names.values())} and their state may be half updated"
         )
 
-    # What the step has done -------------------------------------------------------------------------------------------
+    # Writes of the step -----------------------------------------------------------------------------------------------
 
     def _is_torn(self, states: StateStore) -> bool:
-        """Return whether a failed step has written anything. Versions count most writes; the bits of state show all."""
+        """Return whether a failed step has written anything. Versions miss some writes, so compare state by bits."""
         pairs: list[tuple[Tensor, Tensor]] = []
         for (shard, name), value in self._lent.items():
             pairs += zip(shard.home.leaves[name], leaves_of(value), strict=True)
@@ -227,7 +227,7 @@ class _Visit(Turning):
         return is_written or not all(same_bits(home, copy.to(home.device)) for home, copy in pairs)
 
     def _written(self, states: StateStore) -> list[object]:
-        """Changes with what the step writes or exchanges."""
+        """Return identities and versions that change when the step writes or exchanges a parameter or state."""
         found: list[object] = []
         for param in params_of(self._optimizer):
             found.append(version_of(param))
@@ -237,7 +237,7 @@ class _Visit(Turning):
         return found
 
     def _kept(self, states: StateStore) -> Iterator[Tensor]:
-        """Yield what the optimizer keeps beside what was put into its state, or under another name there."""
+        """Yield tensors that the optimizer keeps outside of its state, or that it has put there itself."""
         shards, others = self._engine.plan.shards, list(_kept_beside(self._optimizer))
         for param in params_of(self._optimizer):
             for name, value in states.get(param).items():
@@ -250,13 +250,13 @@ class _Visit(Turning):
 
 
 def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = ()) -> frozenset[int]:
-    """Values of the state, by their ``id``, that are not tensors of their own: moving them would divide what is one.
+    """Return ids of state values that must stay on the device, since moving them would separate shared data.
 
-    Those share memory with another value, a parameter, a gradient, or what the optimizer keeps beside; or autograd, or
-    somebody's attributes, hang on them.
+    They share memory with another value, a parameter, a gradient, or a tensor that the optimizer keeps outside of its
+    state; or they require or have gradients; or attributes were set on them.
     """
-    owners: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by storage: begin, end, and whose
-    values: list[object] = [None]  # whose numbers these are; 0 are all others
+    owners: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by storage: begin, end, owner's number
+    values: list[object] = [None]  # state values by owner's number; 0 stands for all other owners
 
     def note(owner: int, tensors: Iterable[Tensor]) -> None:
         for leaf in (leaf for tensor in tensors for leaf in _dense(tensor)):
@@ -286,7 +286,7 @@ def staying(optimizer: Optimizer, states: StateStore, more: Iterable[Tensor] = (
 def _fits(shard: StateShard, name: str, state: UserState, stay: frozenset[int]) -> bool:
     planned, value, home = shard.layout.values[name], state[name], shard.homes[name]
     if not isinstance(value, Tensor) or value is home or id(value) in stay or has_inner_tensors(value):
-        return False  # what wrappers know beside their tensors is part of the layout
+        return False  # attributes of a tensor subclass are part of its layout, and would not be copied
     try:
         found = describe_value(value)
     except NotUnderstoodError:
@@ -296,7 +296,7 @@ def _fits(shard: StateShard, name: str, state: UserState, stay: frozenset[int]) 
 
 
 def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Tensors in attributes of the optimizer and in entries of its groups, parameters aside."""
+    """Yield tensors in attributes of the optimizer and in entries of its groups, except parameters."""
     params = {id(param) for param in params_of(optimizer)}
     for tensor in tensors_in([list(instance_attributes(optimizer).values()), entries_of(optimizer)]):
         if id(tensor) not in params:
@@ -308,28 +308,28 @@ def _dense(tensor: Tensor) -> list[Tensor]:
 
 
 def _devices_of(scalars: Mapping[str, object]) -> dict[Any, torch.device]:
-    """Where counters lie, by their paths in ``scalars``."""
+    """Return the device of each tensor in ``scalars``, by its path."""
     return {path: one.device for path, one in tree_leaves_with_path(dict(scalars)) if isinstance(one, Tensor)}
 
 
 class _Copies:
-    """Copies of loaded values. What was one tensor is one again, and what shared memory shares it.
+    """Copies loaded values, so that one tensor stays one, and shared memory stays shared.
 
-    Tensors that the optimizer keeps beside its state are not copied: they are what it goes on with. Views that go to
-    another device come apart, as in a plain load.
+    Tensors that the optimizer keeps outside of its state are not copied: it continues with them. Views that go to
+    another device no longer share memory, as in a plain load.
     """
 
     def __init__(self, kept: Iterable[Tensor], shared: Container[int]) -> None:
         self._made: dict[int, Tensor] = {id(tensor): tensor for tensor in kept}
         self._shared = shared
-        self._storages: dict[int, Any] = {}  # as copy.deepcopy notes what it has copied
+        self._storages: dict[int, Any] = {}  # memo of copy.deepcopy
 
     def of(
         self, values: UserState, device: torch.device, stays: Container[str], examples: Mapping[Any, torch.device]
     ) -> UserState:
-        """Copy ``values``, in containers of their types: tensors to where ``examples`` are, or else to ``device``.
+        """Copy ``values``, in containers of their types, to the device of the example at the same path, or ``device``.
 
-        Those by names that are in ``stays`` stay where they are.
+        Values named in ``stays`` remain on their device if there is no example.
         """
 
         def copied(path: Any, value: Any) -> Any:

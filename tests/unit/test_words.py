@@ -14,6 +14,11 @@ ROOMS = (
         f"fsdp_offload/{room}"
         for room in ("api", "checkpoint", "device", "fsdp", "integrations", "optimizers", "state")
     ),
+    *(f"fsdp_offload/core/{file}.py" for file in ("__init__", "buckets", "cache", "curve", "packing")),
+    *(
+        f"fsdp_offload/engine/{file}.py"
+        for file in ("__init__", "groups", "guesses", "homes", "hooks", "loading", "step", "weights", "whole")
+    ),
     *(f"checkpoint_tools/{room}" for room in ("convert", "core", "fuse", "look", "stored", "rewrite.py")),
 )
 """Add a room here in the change that rewrites its last odd word."""
