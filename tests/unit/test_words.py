@@ -14,7 +14,14 @@ ROOMS = (
         f"fsdp_offload/{room}"
         for room in ("api", "checkpoint", "device", "fsdp", "integrations", "optimizers", "state")
     ),
-    *(f"fsdp_offload/{file}" for file in ("__init__.py", "__main__.py", "cpu_update.py", "lazy.py", "model", "policy.py")),
+    *(
+        f"fsdp_offload/{file}"
+        for file in ("__init__.py", "__main__.py", "cpu_update.py", "lazy.py", "model", "policy.py")
+    ),
+    *(
+        f"fsdp_offload/plan/{name}.py"  # blocks.py waits for a name of core's
+        for name in ("__init__", "command", "forecast", "machine", "memory", "model", "timing", "trace", "training")
+    ),
     "checkpoint_tools",
     "examples/benchmarks",
 )
