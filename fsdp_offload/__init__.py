@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .model.materialize import materialize_on_host
     from .model.sleep import offload_model, reload_model
     from .policy import OffloadPolicy
-else:  # a type checker would take any name for one that this finds
+else:  # hidden from type checkers, which would accept any name
     __getattr__, __dir__ = names_later(
         __name__,
         __all__,

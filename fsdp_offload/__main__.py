@@ -24,9 +24,9 @@ Nothing is sent anywhere.
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command that ``sys.argv`` names."""
     command, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if command == "plan":  # what it imports is an extra, and is imported by nobody else
+    if command == "plan":  # only this command needs the packages of the extra
         from .plan.command import app as plan
 
         plan(arguments, prog_name="fsdp-offload plan")

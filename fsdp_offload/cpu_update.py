@@ -1,13 +1,13 @@
-"""Runs the user's optimizer on the CPU for its share of the state, which is updated where it lives (``host_fraction``).
+"""Runs the user's optimizer on the CPU for its share of the state, which stays in host memory (``host_fraction``).
 
 ::
 
-    main thread:  submit a job for each bucket ──▶ go on; step() ends when all jobs have ended
-    down:         └▶ gradients and parameters come down ─┐
-    updates:                                             └▶ the class on host tensors ─▶ parameters go up
+    main thread:  submit a job for each bucket ──▶ continue; step() ends when all jobs have ended
+    down:         └▶ copy gradients and parameters down ─┐
+    updates:                                             └▶ update host tensors by the class ─▶ copy parameters up
 
-While one job is updated, the next one comes down into the other slot of pinned memory, and the last one goes up.
-Parameters come down each time: finding out on the device whether somebody has written them since takes longer (one
+While one job is updated, the next one is copied down into the other slot of pinned memory, and the last one up.
+Each step copies parameters down: finding out on the device whether they have been written since takes longer (one
 H100, all state on the CPU: 615 ms an iteration instead of 538).
 """
 
@@ -42,17 +42,17 @@ from .state.shard import StateShard
 from .state.store import StateStore
 
 _TIMES = ("host_updated_bytes", "host_update_ms", "host_waited_ms")
-_SLOTS = 2  # one for what is updated, one for what comes down, in a fraction of that time
+_SLOTS = 2  # one for the update, one for the copies down, which take a fraction of its time
 
 
 @dataclass(frozen=True, eq=False)
 class CpuMark(Mark):
-    """The end of the update of one bucket, and of the way up of its parameters. An error is that of ``step()``."""
+    """End of a bucket's update and of the copies of its parameters up. Errors are left to ``step()``."""
 
     ended: Future[Mark | None]
 
     def wait(self) -> Mark:
-        """Block the host until the CPU has updated; returns the mark behind which parameters are new on the device."""
+        """Block the host until the CPU has updated; return the mark after which the device has the new parameters."""
         return self.ended.result() or Mark()
 
     def resolved(self) -> EventMark | None:
@@ -64,23 +64,23 @@ class CpuMark(Mark):
 
 @dataclass(eq=False)
 class HostJob:
-    """The update of one bucket in one step."""
+    """Update of one bucket in one step."""
 
     number: int
-    ranges: list[BoundRange] = field(default_factory=list)  # those that have a gradient, bound to state at home
-    params: list[Tensor] = field(default_factory=list)  # of these, on the device
-    grads: list[Tensor] = field(default_factory=list)  # likewise, held until they have been copied
-    moves: list[Copy] = field(default_factory=list)  # state to copy first: a save still reads where it was
+    ranges: list[BoundRange] = field(default_factory=list)  # with a gradient, bound to state in its home
+    params: list[Tensor] = field(default_factory=list)  # of the ranges, on the device
+    grads: list[Tensor] = field(default_factory=list)  # likewise, kept until they have been copied
+    moves: list[Copy] = field(default_factory=list)  # state to copy first, because a save still reads its old home
     states: StateStore = field(init=False)  # the user's entries
-    arrived: Mark | None = None  # recorded behind the copies down
+    arrived: Mark | None = None  # recorded after the copies down
 
 
 class HostUpdates:
-    """The CPU's side of one optimizer: two threads with their memory, and the updates of a step, which end with it.
+    """Runs the CPU's updates of one optimizer, in two threads with pinned memory; those of a step end with the step.
 
     Attributes:
-        ended: the end of the last update in this step, by bucket.
-        error: what the first update that failed has left, and why; the step leaves out later ones.
+        ended: end of the last update in this step, by bucket.
+        error: error of the first update that failed; the step skips later ones.
         times: fields of a report's ``StepRecord``, of the last step.
     """
 
@@ -89,14 +89,14 @@ class HostUpdates:
     ) -> None:
         self._cls, self._capabilities, self._policy, self._link = cls, capabilities, policy, device_link(device)
         self._lanes = self._link.lanes(serial=policy.serial)
-        # They do what they were given, and end with this object; the interpreter waits for them.
+        # The threads finish the jobs that they have, and end with this object; the interpreter waits for them.
         self._down = ThreadPoolExecutor(1, "fsdp_offload host down", _prepare_thread, (device,))
         self._updates = ThreadPoolExecutor(1, "fsdp_offload host updates", _prepare_thread, (device,))
-        # Pinned memory that no job has, each with the mark behind the parameters that went up from it last.
+        # Free slots of pinned memory, each with the mark after the last copies from it to the device.
         self._slots, self._slot_bytes = SimpleQueue[tuple[Region, Mark | None]](), 0
         self.ended: dict[int, CpuMark] = {}
         self.error: RuntimeError | None = None
-        self._start: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []  # of the step: values, and pinned entries
+        self._start: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []  # values of the step, and pinned entries
         self._gradient_divisor: Tensor | None = None
         self._divided: DividedStep | None = None
         self.times: dict[str, float] = dict.fromkeys(_TIMES, 0)
@@ -105,18 +105,18 @@ class HostUpdates:
         return _SLOTS * max(0, slot_bytes - self._slot_bytes)
 
     def reserve(self, slot_bytes: int) -> None:
-        """Take the memory through which buckets pass: gradients and parameters of the largest."""
+        """Take slots for the gradients and parameters of the largest bucket."""
         slot_bytes = max(1, slot_bytes)  # a slot is needed for empty shards as well
         if slot_bytes > self._slot_bytes:
             pin = self._policy.pins(self._link.device.type)
             made = [Region(slot_bytes, device=self._link.device, pin=pin) for _ in range(_SLOTS)]
             self.wait()
-            self._link.synchronize()  # parameters may still go up from the others
+            self._link.synchronize()  # copies from the old slots may still run
             self._slots, self._slot_bytes = SimpleQueue(), slot_bytes
             for one in made:
                 self._slots.put((one, None))
 
-    # In the threads of the host ---------------------------------------------------------------------------------------
+    # In the two threads -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _failing(self, job: HostJob) -> Iterator[None]:
@@ -134,10 +134,10 @@ class HostUpdates:
             self.error = self.error or failed
 
     def _download(self, job: HostJob, after: Sequence[Mark]) -> Region:
-        """Issue the copies down, into a slot that no other job has until this one has ended."""
+        """Issue the copies of gradients and parameters down, into a slot that is the job's until it ends."""
         slot, uploaded = self._slots.get()
         with self._failing(job):
-            self._lanes.down.wait(*after, uploaded)  # R1: parameters of the job before may still go up from here
+            self._lanes.down.wait(*after, uploaded)  # R1: an earlier job's parameters may still be copied up from here
             self._issue_downloads(job, slot)
             job.arrived = self._lanes.down.mark()
         return slot
@@ -154,21 +154,21 @@ class HostUpdates:
         params, grads = [*map(place, job.params)], [*map(place, job.grads)]
         found = zip(job.ranges, params, grads, strict=True)
         job.ranges = [replace(bound, param=param, gradient=grad) for bound, param, grad in found]
-        # In one piece: nobody else's small copies go down here.
+        # In one piece: no small copies of the model wait in this direction.
         down.copy([*zip((*params, *grads), (*job.params, *job.grads), strict=True)])
         if self._gradient_divisor is not None:
             with down.running():
-                for grad in job.grads:  # not in a dtype in which the scale might not exist
+                for grad in job.grads:  # in a dtype that can hold the scale
                     wide = torch.promote_types(grad.dtype, self._gradient_divisor.dtype)
                     grad.copy_(grad.to(wide).div_(self._gradient_divisor))
 
     def _finish_job(self, job: HostJob, downloaded: Future[Region]) -> Mark | None:
-        """Update what has come down, and issue the parameters' way up; returns the mark behind it."""
+        """Update the downloaded job, and issue the copies of its parameters up; return the mark after them."""
         slot, uploaded = downloaded.result(), None
         with self._failing(job):
             if job.arrived is not None and self.error is None:
                 job.arrived.synchronize()
-                job.grads = []  # may be freed now
+                job.grads = []  # the device's may be freed now
                 with recorded(f"fsdp_offload H{job.number}"):
                     self._update(job)
                 uploaded = self._issue_uploads(job)
@@ -176,7 +176,7 @@ class HostUpdates:
         return uploaded
 
     def _update(self, job: HostJob) -> None:
-        if self._divided is None:  # the first job of the step: bring the tensors that it starts from to the host
+        if self._divided is None:  # the first job of the step copies the start's tensors to the host
             values, pinned = self._start
             with self._lanes.down.running():
                 start = SimpleNamespace(**tree_map_only(Tensor, Tensor.cpu, values))
@@ -184,11 +184,11 @@ class HostUpdates:
         begin, divided = time.perf_counter(), self._divided
         for target, source in job.moves:
             target.copy_(source)
-        # torch's fused SGD takes ranges that all have state, or that all have none; it is us who choose fused kernels.
+        # The fused SGD that we choose takes ranges that all have state, or that all have none.
         parts: tuple[list[BoundRange], list[BoundRange]] = [], []
         for bound in job.ranges:
             grad = bound.gradient
-            if grad is not None and grad.stride() != bound.param.stride():  # and those go through memory
+            if grad is not None and grad.stride() != bound.param.stride():  # fused kernels go through memory in order
                 bound.gradient = torch.empty_like(bound.param, dtype=grad.dtype).copy_(grad)
             parts[any(value is not None for value in job.states.get(bound.shard.param).values())].append(bound)
         for part in filter(None, parts):
@@ -198,7 +198,7 @@ class HostUpdates:
 
     def _issue_uploads(self, job: HostJob) -> Mark:
         pairs = [(param, one.param) for param, one in zip(job.params, job.ranges, strict=True)]
-        # Ours are dense. What has to be rearranged on its way is copied in one piece.
+        # Ours are dense. A parameter in another order is copied in one piece.
         flat = [(_bytes(to), _bytes(own)) if to.stride() == own.stride() else (to, own) for to, own in pairs]
         self._lanes.up.copy(flat)
         return self._lanes.up.mark()
@@ -206,9 +206,9 @@ class HostUpdates:
     # In a step --------------------------------------------------------------------------------------------------------
 
     def begin(self, optimizer: Optimizer, shards: Iterable[StateShard]) -> None:
-        """Note where a logical step starts; ``shards`` are all that the CPU updates."""
+        """Note the values with which a logical step starts; ``shards`` are all that the CPU updates."""
         self.wait()
-        self._lanes.down.wait(*self.ended.values())  # R3: parameters of the last step may still be on their way up
+        self._lanes.down.wait(*self.ended.values())  # R3: parameters of the last step may still be copied up
         self.ended.clear()
         self.times = dict.fromkeys(_TIMES, 0)
         groups, dtypes = entries_of(optimizer), defaultdict[int, set[torch.dtype]](set)
@@ -222,7 +222,7 @@ class HostUpdates:
                 f"OffloadPolicy(host_fraction=...): a GradScaler needs a fused {self._cls.__name__}, and the CPU's is "
                 "wrong in the dtype of the parameters. Use host_fraction=0. Nothing has been changed."
             )
-        # As in a fused kernel, the user's gradients are divided by the scale, or by one where it skips the step.
+        # As by a fused kernel, the user's gradients are divided by the scale, or by 1 if the step is skipped.
         if scale is not None and found_inf is not None:
             scale = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
         self._start, self._gradient_divisor, self._divided = (values, pinned), scale, None
@@ -235,11 +235,11 @@ class HostUpdates:
         moving: Sequence[StateShard],
         after: Sequence[Mark],
     ) -> Mark:
-        """Have all ``ranges`` of a bucket updated. Returns at once; gradients are held until they have been read.
+        """Submit the update of all ``ranges`` of a bucket and return; gradients are kept until they have been read.
 
-        The update writes counters of ``states``, and the other home of shards that are ``moving``. Marks ``after``
-        which gradients may be read are waited for when the copies are issued: if the stream waited now, jobs before
-        this one that are issued later would wait for the whole backward.
+        The update writes counters of ``states``, and the other home of ``moving`` shards. Gradients may be read
+        ``after`` these marks; the stream waits for them when the copies are issued. If it waited now, earlier jobs
+        whose copies are issued later would wait for the whole backward.
         """
         gradient = self._capabilities.conventions.gradient
         job = HostJob(number)
@@ -253,44 +253,44 @@ class HostUpdates:
             if grad is None:
                 continue
             job.grads.append(grad)
-            job.params.append(bound.param.data)  # ``data``: the write is counted below
+            job.params.append(bound.param.data)  # ``data``, because the write is counted below
             job.ranges.append(replace(bound, values=values))
-            for name, value in state.items():  # counters, where they are read now
+            for name, value in state.items():  # counters, which the host reads
                 if isinstance(value, Tensor) and value.dim() == 0 and name not in shard.homes:
                     state[name] = value.cpu()
-            # Counted here, where the order with what others count is that of the program.
+            # Counted in this thread, so that the order among all counted writes is the program's.
             increment_version(local_shard(shard.param))
         if not (job.ranges or job.moves):
             return self.ended.get(number, Mark())
-        # Gradients may be wider than parameters, which the plan has counted twice.
+        # The reserve has counted parameters twice, but gradients may be wider.
         self.reserve(sum(aligned(one.nbytes) for one in (*job.grads, *job.params)))
-        # Not ``states``, which knows the engine: the optimizer may be dropped before step().
+        # Not ``states``, which refers to the engine: the optimizer may be deleted before step().
         entries = {bound.shard.param: states.of(bound.shard.param) for bound in job.ranges}
         creates = any(entries[one.shard.param].get(name) is None for one in job.ranges for name in one.values)
         job.states = StateStore(defaultdict(dict, entries))
         marks = (*after, self._lanes.compute.mark())  # R3: gradients may be copies
         downloaded = self._down.submit(self._download, job, marks)
         mark = self.ended[number] = CpuMark(self._updates.submit(self._finish_job, job, downloaded))
-        if creates or self._policy.serial:  # an entry must not grow while others go through it
+        if creates or self._policy.serial:  # an entry must not grow while another thread iterates over it
             self.wait()
         return mark
 
     def wait(self) -> None:
-        """Block until no update is under way."""
+        """Block until all updates have ended."""
         begin = time.perf_counter()
         for mark in self.ended.values():
             mark.wait()
         self.times["host_waited_ms"] += (time.perf_counter() - begin) * 1e3
 
     def finish(self) -> None:
-        """Block until all updates of the step have ended; raise the error of the first that has failed."""
+        """Block until all updates of the step have ended; raise the error of the first that failed."""
         self.wait()
         if self.error is not None:
-            self._link.synchronize()  # who is told may load weights at once, and nothing may come up over them
+            self._link.synchronize()  # no copy may overwrite weights that the caller loads after the error
             raise self.error
 
     def counters_as_made(self, shards: Iterable[StateShard], states: StateStore) -> None:
-        """Put 0-dim tensors of their state where the optimizer made them, as an update on the device wants them."""
+        """Move counters (0-dim tensors) to the device where the optimizer made them, for updates on the device."""
         for shard in shards:
             state = states.get(shard.param)
             for name, example in shard.layout.scalars.items():
@@ -304,7 +304,7 @@ def _bytes(dense: Tensor) -> Tensor:
 
 
 def _prepare_thread(device: torch.device) -> None:
-    """Use ``device``, and for kernels one core in eight, or one, less than this rank has: others issue copies there.
+    """Use ``device``, and leave one core in eight of this rank, at least one, to the threads that issue copies.
 
     The threads of a kernel wait for each other. (H200, 16 cores: 240 ms with 16 threads, 203 with 15, 211 with 14.)
     """
@@ -312,7 +312,7 @@ def _prepare_thread(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
     usual, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, cores - max(1, cores // 8)))
-    # That counts for this thread and for later ones. A thread that ends at once puts the number for those back.
+    # That sets the number for this thread and later ones. A short thread restores that of later ones.
     restoring = threading.Thread(target=torch.set_num_threads, args=(usual,))
     restoring.start()
     restoring.join()

@@ -1,4 +1,4 @@
-"""Names that a package imports when one of them is first used, so that ``--help`` does not wait for torch."""
+"""Lazy imports: a package imports its public names at their first use, so ``--help`` does not wait for torch."""
 
 import importlib
 import sys

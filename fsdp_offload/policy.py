@@ -1,4 +1,4 @@
-"""The policy by which an optimizer's state is offloaded: plain data, validated when made, used by every other room."""
+"""The policy of an offload: plain data that is validated when it is made, and the checks of arguments."""
 
 import difflib
 import functools
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 if TYPE_CHECKING:
     Bytes = int
     Auto = Literal["auto"]
-else:  # command lines that frameworks make of the fields are to take "8GB"
+else:  # so that command lines that frameworks generate from the fields accept "8GB"
     Bytes = Auto = int | str
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
-    """Let the error of arguments that a function or class has not say the line to write; ``others`` by argument."""
+    """Add the line to write to TypeErrors for unknown arguments; ``others``: advice for some of them, by name."""
 
     def told(function: Any) -> Any:
         if isinstance(function, type):
@@ -37,7 +37,9 @@ def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
-            except TypeError:  # only then: to bind takes as long as many of these calls, which come in each step
+            except (
+                TypeError
+            ):  # binding only then: each step calls such functions, and binding takes longer than many of them
                 problem = _problem_with(signature, args, kwargs)
                 if not problem:
                     raise
@@ -60,7 +62,7 @@ def _problem_with(signature: inspect.Signature, args: Iterable[Any], kwargs: Map
 
 
 def nearest_to(name: object, known: Iterable[str]) -> str:
-    """Return the question whether the most similar of the ``known`` names was meant; empty if none is similar."""
+    """Return a question that names the most similar of the ``known`` names; empty if none is similar."""
     if name == "masters":
         return " add_masters(optimizer, kind) adds masters, before offload_optimizer()."
     nearest = difflib.get_close_matches(str(name), list(known), n=1)
@@ -72,55 +74,55 @@ def nearest_to(name: object, known: Iterable[str]) -> str:
 class OffloadPolicy:
     """Say what is offloaded, how much of it may be on the device, and what hides its transfers.
 
-    The defaults fit every training loop, and the result is bitwise the plain optimizer's whatever is chosen here,
-    unless a field says otherwise.
+    The defaults fit every training loop. With all values the result is bitwise the plain optimizer's, unless a field
+    says otherwise.
 
     Attributes:
-        parameters: Keep the model's parameters on the host too, beside their state: those that ``fully_shard`` gathers,
-            frozen ones included. They pass through the device group by group, for the forward, the backward and the
-            update; gradients never leave it. Between the uses a parameter's shard is host memory, where ``state_dict``
-            and ``torch.distributed.checkpoint`` read and write it. Needs a model, without ``CPUOffloadPolicy``.
+        parameters: Keep the model's parameters on the host too: those that ``fully_shard`` gathers, frozen ones
+            included. They pass through the device group by group, for the forward, the backward and the update;
+            gradients never leave it. Between uses a parameter's shard is host memory, where ``state_dict`` and
+            ``torch.distributed.checkpoint`` read and write it. Needs a model, without ``CPUOffloadPolicy``.
         overlap: Choose what hides the transfers.
 
-            - ``"step"``: update in ``step()``; parameters are new when it returns. Where a model with ``fully_shard``
-              modules was given, the first loads begin in the last backward before it. For all loops.
+            - ``"step"``: update in ``step()``; parameters are new when it returns. With a model that has
+              ``fully_shard`` modules, the first loads begin in the last backward before it. For all loops.
             - ``"forward"``: let updates and stores run on into the next forward, which waits module by module. Call
-              ``synchronize()`` before touching parameters or gradients in between in any other way than by a forward,
-              ``state_dict`` or the optimizer. Needs a model.
-            - ``"iteration"``: as ``"forward"``, and update each bucket as soon as its gradients are final, within the
-              backward. For loops in which the number of backwards before a step does not change. A loop that clips by
-              a norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then guesses, taken back in steps that
-              clip, and wait for ``step()`` where more than a fifth do. That takes as much host memory again as the
-              state and the parameters have. If a loop changes gradients in any other way, the first steps show it, and
-              updates then wait for ``step()``. Needs a model.
-        device_bytes: Limit the device memory for what is offloaded, passing through or kept, at the model's own peak:
-            a number is exceeded only if one update needs more (the report says so), and at points of an iteration where
-            the model leaves as much more free. ``"auto"`` begins with four blocks of state, and of parameters; with an
-            overlap, those of state leave at the peak. It takes more where compute waits for them, within what training
-            leaves free. At least two ``bucket_bytes``, where those are a number. All sizes also take text, decimal or
-            binary as written: ``"8GB"``, ``"640MiB"``.
+              ``synchronize()`` before using parameters or gradients in between, except by a forward, ``state_dict`` or
+              the optimizer. Needs a model.
+            - ``"iteration"``: as ``"forward"``, and update each bucket in the backward, as soon as its gradients are
+              final. For loops in which the number of backwards before a step does not change. A loop that clips by a
+              norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then guesses that are rolled back in steps
+              that clip, and wait for ``step()`` if more than a fifth of the steps clip. Guesses need as much host
+              memory again as the state and the parameters. If a loop changes gradients in any other way, the first
+              steps show it, and updates then wait for ``step()``. Needs a model.
+        device_bytes: Limit the device memory for offloaded state and parameters, passing through or kept, at the
+            model's own peak. A number is exceeded only if one update needs more (the report says so), and at points of
+            an iteration where the model leaves as much more free. ``"auto"`` begins with four blocks of state and four
+            of parameters; with an overlap, those of state are freed at the peak. It takes more blocks if compute waits
+            for them, within the memory that training leaves free. At least two ``bucket_bytes``, if those are a number.
+            All sizes also take text, decimal or binary as written: ``"8GB"``, ``"640MiB"``.
         bucket_bytes: Load, update and store about this much state together. ``"auto"`` follows the groups of
-            ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 256 MiB. A parameter
-            with more is cut into several buckets if its optimizer works element by element, and is one large bucket
-            otherwise.
+            ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 256 MiB. A parameter with more
+            state is cut into several buckets if its optimizer works element by element; otherwise it is one large
+            bucket.
         host_fraction: Update this share of the state's bytes on the CPU, by the same class, while the device streams
-            the rest; the same share on every rank. The result is bitwise that of the same class on CPU copies of these
+            the rest; the same share on every rank. The result is bitwise that of the same class on CPU copies of the
             parameters, with ``fused=True`` where that kernel is exact. From 0 to 1, without ``parameters``, for
             elementwise optimizers of ``torch.optim``.
         snapshot_bytes: Reserve this much host memory for asynchronous saves: a second home for as much of the state as
-            fits, into which steps store while a checkpoint writer reads the first. Beyond it, a step waits for the
-            writer. Used by ``fsdp_offload.checkpoint.ArenaStager``. Steps that may be taken back share them.
+            fits, into which steps store while a checkpoint writer reads the first. For the rest, a step waits for the
+            writer. Used by ``fsdp_offload.checkpoint.ArenaStager``. Steps that may be rolled back share this memory.
         host_limit_bytes: Limit the host memory that the state may take. ``None`` asks the kernel (cgroup limit,
-            available memory, and what all ranks of this host need together). Give a number where the machine grows its
-            memory on use, so that the kernel reports too little.
+            available memory, and what all ranks of this host need together). Give a number on a machine that grows its
+            memory on use, where the kernel reports too little.
         pin_memory: Page-lock the host memory. ``None`` does so if the parameters are on an accelerator. Copies from
             memory that is not pinned are several times slower and do not overlap.
-        serial: Run the same schedule one action after the other: slow, with the same bits, to tell whether a difference
-            comes from overlap.
+        serial: Run the same schedule one action after the other, slowly and with the same bits, to find out whether a
+            difference comes from overlap.
         trust_separable: As the argument of :func:`~fsdp_offload.offload_optimizer`, for configurations of frameworks.
 
     Raises:
-        ValueError: A field has a value that it does not take, or ``device_bytes`` holds fewer than two buckets.
+        ValueError: A field has a value that it does not accept, or ``device_bytes`` holds fewer than two buckets.
         TypeError: A field has a value of another type.
     """
 
@@ -173,24 +175,24 @@ class OffloadPolicy:
 
     @property
     def runs_on_into_forward(self) -> bool:
-        """Return whether updates and stores run beside the model's compute, and may end after ``step()`` returns."""
+        """Return whether updates and stores run during the model's compute, and may end after ``step()`` returns."""
         return self.overlap != "step"
 
     @property
     def moves_beside_model(self) -> bool:
-        """Return whether state or parameters move while the model runs, and not in ``step()`` alone."""
+        """Return whether state or parameters move while the model runs, not in ``step()`` alone."""
         return self.parameters or self.runs_on_into_forward
 
     def pins(self, device_type: str) -> bool:
-        """Return whether host memory is page-locked, for parameters on such a device."""
+        """Return whether host memory is page-locked, for parameters on a device of this type."""
         return device_type != "cpu" if self.pin_memory is None else self.pin_memory
 
 
 def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy:
-    """Make a policy from a dict of its fields; ``None`` is the default, and a policy is returned as it is.
+    """Make a policy from a dict of its fields; ``None`` gives the default, and a policy is returned as it is.
 
     Raises:
-        ValueError, TypeError: There is no field of that name, a field does not take that value, or it is no policy.
+        ValueError, TypeError: A name is not that of a field, a value is not accepted, or ``values`` is no policy.
     """
     if isinstance(values, OffloadPolicy):
         return values
@@ -206,20 +208,20 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
 
 
 def listed(names: Iterable[str]) -> str:
-    """Name the first few for a message, each once, and say how many more there are."""
+    """Join the first four names for a message, each once, and add how many more there are."""
     names = list(dict.fromkeys(names))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def check_choices(function: str, **choices: object) -> None:
-    """Refuse what is neither True nor False: text would be true, whatever it says."""
+    """Raise a TypeError for values other than True and False: any text would be true, even 'no'."""
     for name, value in choices.items():
         if isinstance(value, str) or value not in (True, False):
             raise TypeError(f"{function}: {name} must be True or False, got {value!r}.")
 
 
 def check_is(given: object, wanted: Any, says: str, line: str) -> None:
-    """Refuse what is not of the type ``wanted``, with the ``line`` to write; ``says`` names what is expected."""
+    """Raise a TypeError if ``given`` is not of type ``wanted``: ``says`` names that type, ``line`` is what to write."""
     if not isinstance(given, wanted):
         got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise TypeError(f"{says}, got {got}. Write {line}.")

@@ -29,7 +29,7 @@ LIMITS = {
     "fsdp_offload/listeners": 650,  # planned 450; 110 are sums that show what others write, and 40 refusals
     "fsdp_offload/model": 500,  # 28 refuse what is no model, and let an interrupted one be woken
     "fsdp_offload/optimizers": 1_620,  # 270 are the step and the loading of an optimizer with masters; 15 move
-    "fsdp_offload/plan": 1_760,  # 80 room by position; 130 choose recomputation and micro-batches; 110 are experts
+    "fsdp_offload/plan": 1_742,  # 80 room by position; 130 choose recomputation and micro-batches; 110 are experts
     "fsdp_offload/state": 658,  # 73 are what was offered to load into, twice, too; 70 count who holds what
     "fsdp_offload/fsdp": 1_485,  # planned 940; 80 name checkpoints, 100 count writes; 40 the next torch; 45 allocations
     "checkpoint_tools": 6_915,  # planned 5,500; 270 folders of others; 150 refuse; 275 fsdp_dtensor; 40 lazy

@@ -1,4 +1,4 @@
-"""What an asynchronous save costs the training loop: with ArenaStager, beside torch's own stager."""
+"""Measures the cost of an asynchronous save for the training loop, with ArenaStager and with torch's own stager."""
 
 import shutil
 import tempfile
@@ -29,7 +29,7 @@ MakeStager = Callable[[torch.optim.Optimizer], AsyncStager]
 
 
 class _SaveWay(NamedTuple):
-    """A way of staging."""
+    """One way of staging."""
 
     make_stager: MakeStager
     reused: bool  # one stager for all saves
@@ -57,7 +57,7 @@ def measure(
     way: Annotated[str | None, typer.Option(help="Only this way of staging.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where to write; by default a temporary folder.")] = None,
 ) -> None:
-    """Time for which ``dcp.async_save`` blocks, steps during a save beside undisturbed ones, and host memory."""
+    """Measure how long ``dcp.async_save`` blocks, steps during a save and without one, and host memory."""
     device = bench_device()
     model = sharded_model(varied_sizes(params, tensors), device)
     folder = Path(tempfile.mkdtemp(dir=directory))
@@ -137,7 +137,7 @@ def _save(
     device: torch.device,
     compute_ms: float,
 ) -> _Save:
-    """One save in the middle of steps."""
+    """Measure one save in the middle of steps."""
 
     def step() -> None:
         if compute_ms:
@@ -172,7 +172,7 @@ def _save(
 
 
 class _PeakMemory:
-    """Growth of the process's own memory while it is open, looked at every few milliseconds."""
+    """Growth of the process's own memory while this is open, sampled every few milliseconds."""
 
     growth_bytes = 0
 
@@ -193,7 +193,7 @@ class _PeakMemory:
 
 
 def _own_bytes() -> int:
-    """Resident memory of this process; page cache of what it writes does not count."""
+    """Return the resident memory of this process, without the page cache of files that it writes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024

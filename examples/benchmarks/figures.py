@@ -1,4 +1,4 @@
-"""Figures of real iterations: when each lane of the device was busy, and where its memory was, in any training run.
+"""Draws an iteration of any training run: when each lane of the device was busy, and what its memory was used for.
 
 ::
 
@@ -6,8 +6,8 @@
         for batch in batches:  # three are enough: the middle one is drawn
             train(batch)
 
-Hooks say where forwards, backwards and steps begin, and how much memory is where at each group's turn; the profiler
-does the rest. The loop need not know of it.
+Hooks mark where forwards, backwards and steps begin, and record the memory by place at each group's turn; the rest
+comes from the profiler. The loop does not change.
 """
 
 import gzip
@@ -40,11 +40,11 @@ _SAMPLE = "fsdp_offload memory"
 
 @dataclass(eq=False)
 class Recording:
-    """Result of recording; complete when the context is left.
+    """Result of a recording, complete when its context is left.
 
     Attributes:
         folder: where the files are: ``trace.json.gz`` for ui.perfetto.dev, ``timeline.svg``, ``memory.svg``.
-        timeline: of the last iteration that another one follows.
+        timeline: of the last iteration before another one.
         moments: memory by place, at each turn of that iteration.
     """
 
@@ -55,18 +55,18 @@ class Recording:
 
 @contextmanager
 def record_iterations(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> Iterator[Recording]:
-    """Trace what is trained within, and draw one iteration of it.
+    """Trace the training in the context, and draw one of its iterations.
 
     The profiler costs the host some time: a trace shows what overlaps with what, not how long an iteration takes.
 
     Args:
-        model: its own forward begins an iteration.
-        optimizer: whose ``step()`` ends it.
-        folder: for the files; made if it is not there.
+        model: model whose own forward begins an iteration.
+        optimizer: optimizer whose ``step()`` ends it.
+        folder: folder for the files; created if necessary.
 
     Raises:
         SystemExit: matplotlib is missing.
-        ValueError: no iteration was trained within.
+        ValueError: no iteration was trained in the context.
     """
     check_matplotlib()
     recording = Recording(Path(folder))
@@ -102,7 +102,7 @@ class _IterationRecorder:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hook into them, within."""
+        """Install the hooks in the context."""
         groups = {*fsdp_modules(self.model), self.model}
         names = {name or "model": module for name, module in self.model.named_modules() if module in groups}
         with ExitStack() as hooks:
@@ -155,7 +155,7 @@ class _IterationRecorder:
             self._samples.append(Moment(name, places, allocated))
 
     def placed(self) -> list[Moment]:
-        """The samples, with what is known only in the end: state that stays, and staging."""
+        """Return the samples with figures that are known only at the end: state that stays, and staging."""
         if is_offloaded(self.optimizer):
             memory = offload_report(self.optimizer).memory
             passing_bytes = memory.device_bytes - memory.kept_state_bytes
@@ -171,7 +171,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _add_counters(trace: Mapping[str, Any], samples: list[Moment]) -> None:
-    """Show the samples as counters in the trace, at the time at which the host took them."""
+    """Add the samples to the trace as counters, at the times at which the host took them."""
     events: list[dict[str, Any]] = trace["traceEvents"]
     times = {event["name"]: (event["ts"], event["pid"]) for event in events if event["name"].startswith(_SAMPLE)}
     for number, one in enumerate(samples):
@@ -181,7 +181,7 @@ def _add_counters(trace: Mapping[str, Any], samples: list[Moment]) -> None:
 
 
 def _one_iteration(samples: list[Moment]) -> Iterator[Moment]:
-    """The last whole iteration, from its first forward to its step."""
+    """Yield the samples of the last whole iteration, from its first forward to its step."""
     ends = [number for number, one in enumerate(samples) if one.name == "step"]
     if not ends:
         raise ValueError("no iteration was trained while recording: no step() of this optimizer was called")
@@ -196,7 +196,7 @@ def measure(
     length: Annotated[int, typer.Option(help="Tokens of the one sequence.")] = 2048,
     bucket_mib: Annotated[int, typer.Option(help="OffloadPolicy.bucket_bytes, in MiB.")] = 64,
 ) -> None:
-    """Pictures of an iteration of a GPT on one device, the CPU too, under the default policy."""
+    """Draw an iteration of a GPT on one device, which may be the CPU, under the default policy."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = GPT(layers, width, 32_768).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

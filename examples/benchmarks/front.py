@@ -1,4 +1,4 @@
-"""Measures what a freed byte costs: models that users train, plain and offloaded, each row in a fresh process.
+"""Measures the cost of a freed byte: models that users train, plain and offloaded, each row in a fresh process.
 
 ``--policies`` takes rows, separated by commas or spaces: ``plain``, ``step``, ``forward``, ``iteration``,
 ``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
@@ -7,11 +7,11 @@
 ``@``, ``--queues`` of this row alone, as in ``iteration@default``.
 Plain training is the first row and the last one; the faster one counts.
 
-JSON lines go to stdout; a table for people, a line as soon as its row is there, to stderr. All its columns are of one
-iteration:
+JSON lines go to stdout, and a table for people to stderr, each line as soon as its row is measured. All its columns
+are of one iteration:
 
-- *ms*, the median, and *x plain*; *fwd ms* and *bwd ms* of it. *least x*: the fastest iteration over plain's, as a host
-  that others use adds time, to every row another.
+- *ms*, the median, and *x plain*; *fwd ms* and *bwd ms* of it. *least x*: the fastest iteration divided by plain's,
+  since a shared host adds a different time to each row.
 - *peak GB* and *res GB*: allocated and reserved on the device after the warm-up.
 - *freed GB*: plain's peak less the row's. *of hid.*: that over what can hide behind the backward, which is the smaller
   of what is offloaded and of plain's backward times half of the link's two-way rate.
@@ -62,11 +62,11 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class Queues(StrEnum):
-    """Number of the driver's queues for copies, which it reads from ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` once.
+    """Number of the driver's copy queues, which it reads from ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` once.
 
     Attributes:
-        IMPORT: as users get it, who import fsdp_offload first, which sets it; in plain training, the driver's default.
-        DEFAULT: the driver's default in all rows: CUDA starts before fsdp_offload is imported.
+        IMPORT: the number that importing fsdp_offload first sets, as users do; the driver's default in plain training.
+        DEFAULT: the driver's default in all rows; CUDA starts before fsdp_offload is imported.
         ENOUGH: 32 in all rows.
     """
 
@@ -99,7 +99,7 @@ def measure(
     picture: Annotated[Path | None, typer.Option(help="Draw cost over freed GB (SVG, PNG, by the name).")] = None,
     record: Annotated[Path | None, typer.Option(help="Draw this record again, and measure nothing.")] = None,
 ) -> None:
-    """Time, memory and host time of each policy beside plain training, on the CPU too."""
+    """Measure the time, memory and host time of each policy and of plain training, on the CPU too."""
     if picture is not None:
         check_matplotlib()
     if record is not None:
@@ -198,7 +198,7 @@ def _bytes_or_text(text: str) -> Any:
 
 
 def _run(row: Row, queues: Queues) -> dict[str, Any]:
-    """Run a row on its ranks, in processes of their own; one that fails has its error in the record."""
+    """Run a row with a process for each rank; the record of a failed row has the error."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # our import has set it here
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if queues is Queues.ENOUGH:
@@ -217,11 +217,11 @@ def _run(row: Row, queues: Queues) -> dict[str, Any]:
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)
         finally:
-            for process in processes:  # others would wait for one that failed
+            for process in processes:  # they would wait for the one that failed
                 process.kill()
                 process.wait()
         for rank, code in enumerate(codes):
-            if code and not Path(folder, f"rank-{rank}.json").exists():  # else it was measured, and only its end failed
+            if code and not Path(folder, f"rank-{rank}.json").exists():  # else only the end of a measured row failed
                 output = Path(folder, f"rank-{rank}.txt").read_text(errors="replace").strip()
                 print(output[-4000:], file=sys.stderr)
                 errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .*)", output, re.MULTILINE)
@@ -236,7 +236,7 @@ _MOST = ("peak_bytes", "reserved_bytes")
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join what the ranks found: the slowest and fullest one counts, and the first one's report and link."""
+    """Join the results of ranks: times and memory of the worst one, report and link of the first one."""
     first, report = ranks[0], ranks[0].get("report", {})
     found = {name: max(one[name] for one in ranks) for name in (*_SLOWEST, *_MOST) if name in first}
     found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "imported_first", "threads")}
@@ -268,7 +268,7 @@ _COMPARED = (
 
 
 def compare(found: Sequence[dict[str, Any]]) -> None:
-    """Add to all rows what they cost beside plain training, its faster row so far."""
+    """Add the cost of each row over plain training, by the faster of its rows so far."""
     plains = [one for one in found if one["row"].startswith("plain") and "error" not in one]
     if not plains:
         return
@@ -364,7 +364,7 @@ _TRAINING = ("model", "ranks", "batch", "tokens", "accumulate", "recomputed", "d
 
 
 def _trainings(found: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Divide rows by what they train; rows of one training have their own plain rows."""
+    """Group rows by training, each with its own plain rows."""
     trainings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in found:
         trainings.setdefault(tuple(map(one.get, _TRAINING)), []).append(one)

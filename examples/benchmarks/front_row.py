@@ -1,8 +1,8 @@
-"""One rank of one row of :mod:`.front`: trains a model with one policy, or plainly, in a process of its own.
+"""Trains one rank of one row of :mod:`.front`, with one policy or plainly, in a process of its own.
 
 ``python -m examples.benchmarks.front_row FILE``, which :mod:`.front` calls, reads a :class:`Row` from the file and
-writes what it found beside it. ``fsdp_offload`` is imported before CUDA starts, as users do, or after it; in plain
-training only after it, for masters, and for the link once everything has been measured.
+writes its figures to the same folder. Imports ``fsdp_offload`` before CUDA starts, as users do, or after it; in plain
+training only after it, for masters, and for the link once all figures are measured.
 """
 
 import gc
@@ -34,7 +34,7 @@ QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Says what each rank of one row trains.
+    """Settings of the training of one row.
 
     Attributes:
         name: of the row.
@@ -47,7 +47,7 @@ class Row:
         warm, iterations: iterations before the timed ones, and the timed ones.
         host: count our time on the host, in as many iterations again.
         link: measure the link afterwards.
-        ranks: how many there are.
+        ranks: number of ranks.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Loop:
         self.zero_grad: Callable[[], object] = self.optimizer.zero_grad
 
     def mark(self) -> Any:
-        """Mark this point of compute; on the CPU, this time."""
+        """Mark this point of compute; on the CPU, note the time."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -120,7 +120,7 @@ class Loop:
             self.zero_grad()
 
     def measure(self) -> dict[str, Any]:
-        """Train; return times, bytes, and what shows that the bits are plain's."""
+        """Train; return times, bytes, and losses and a checksum to compare with plain training."""
         row, on_cpu = self.row, self.device.type == "cpu"
         self.iterate(row.warm)
         if not on_cpu:
@@ -128,7 +128,7 @@ class Loop:
         self.marks.clear()
         wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
         self.iterate(row.iterations)
-        # Before the device is waited for, which takes CPU time of its own.
+        # Before waiting for the device, which takes CPU time of its own.
         host_s = (time.perf_counter() - wall, time.process_time() - process, time.thread_time() - thread)
         self.marks.append([self.mark()])
         self.synchronize()
@@ -180,7 +180,7 @@ class Loop:
 
 
 class HostTimes:
-    """Wall time of ours in all threads: what is entered from outside, less the user's class's own ``step()``.
+    """Wall time of our code in all threads, by entry point, without the user's class's own ``step()``.
 
     A call within another one of ours in the same thread is part of it. Counting takes time by itself, so nothing else
     is measured meanwhile.
@@ -192,7 +192,7 @@ class HostTimes:
 
     @contextmanager
     def watched(self) -> Iterator["HostTimes"]:
-        """Count, within."""
+        """Count in the context."""
         loop, undo = self._loop, []
 
         def exchange(owner: Any, name: str, value: Any) -> None:
@@ -236,14 +236,14 @@ class HostTimes:
             try:
                 return function(*args, **kwargs)
             finally:
-                # On a thread of the CPU's updates, a step of the class is within nothing of ours.
+                # In the thread of the CPU's updates, none of our entry points encloses the class's step.
                 is_within = name != "class_step" or getattr(self._depth, "is_within", False)
                 self.seconds[name if is_within else "class_step_beside"].append(time.perf_counter() - begin)
 
         return call
 
     def per_iteration(self, iterations: int, *, offloaded: bool) -> dict[str, float]:
-        """Milliseconds and calls of one iteration."""
+        """Return the milliseconds and calls of one iteration."""
         seconds = {name: list(values) for name, values in self.seconds.items()}
         ms = defaultdict(float, {name: 1e3 * sum(values) / iterations for name, values in seconds.items()})
         if not offloaded:
@@ -257,7 +257,7 @@ class HostTimes:
 
 
 def link_rates(device: torch.device) -> dict[str, float]:
-    """Rates of copies of this rank while all ranks copy, in 10**9 bytes per second."""
+    """Measure the rates of this rank's copies while all ranks copy, in 10**9 bytes per second."""
     from .link import Link
 
     link, found = Link(device), {}
@@ -268,7 +268,7 @@ def link_rates(device: torch.device) -> dict[str, float]:
 
 
 def main(path: Path) -> None:
-    """Measure the row in the file ``path``; write ``rank-N.json`` beside it."""
+    """Measure the row in the file ``path``; write ``rank-N.json`` to the same folder."""
     row = Row(**json.loads(path.read_text()))
     start_s = time.perf_counter()
     if row.imports_first:
@@ -308,7 +308,7 @@ def main(path: Path) -> None:
 
 
 def write(row: Row, path: Path) -> None:
-    """Write what :func:`main` reads."""
+    """Write the file that :func:`main` reads."""
     path.write_text(json.dumps(asdict(row)))
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine copies between pinned host memory and the device, and how fast it pins."""
+"""Measures how fast this machine copies between pinned host memory and the device, and how fast it pins."""
 
 import ctypes
 import mmap
@@ -27,7 +27,7 @@ def measure(
     gib: Annotated[float, typer.Option(help="GiB to copy each way for one figure.")] = 4.0,
     repeats: Annotated[int, typer.Option(help="Measurements of each figure; medians are printed.")] = 7,
 ) -> None:
-    """One-way and two-way bandwidth of pinned copies, and the rate of pinning beside a plain first touch."""
+    """Measure the one-way and two-way bandwidth of pinned copies, and the rates of pinning and of a first touch."""
     device = bench_device()
     chunks = max(1, int(gib * (1 << 30)) // _CHUNK_BYTES)
     link = Link(device)
@@ -46,7 +46,7 @@ def measure(
 
 
 def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
-    """Measure how long a small copy to the device waits while large ones of ours are under way."""
+    """Measure how long a small copy to the device waits during our large ones."""
     state, parameters = (TurnsLane(device, PIECE_BYTES, name=name) for name in ("state", "parameters"))
     lanes: dict[str, tuple[Lane, ...]] = {
         "one_stream": (Lane(device, torch.Stream(device)),),
@@ -54,7 +54,7 @@ def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
         "two_taking_turns": (parameters, state),
     }
     for name, used in lanes.items():
-        waits_ms, gb_per_s = link.beside_small_copies(used, chunks)
+        waits_ms, gb_per_s = link.among_small_copies(used, chunks)
         print_record(
             "small-copies",
             loads=name,
@@ -75,7 +75,7 @@ class Link:
         self._streams = (torch.Stream(device), torch.Stream(device))
 
     def gb_per_s(self, chunks: int, *, load: bool = False, store: bool = False) -> float:
-        """Rate in 10**9 bytes per second, both directions added, for ``chunks`` chunks each way."""
+        """Measure the rate in 10**9 bytes per second, both directions added, for ``chunks`` chunks each way."""
 
         def copy() -> None:
             for chunk in range(chunks):
@@ -87,8 +87,8 @@ class Link:
         (ms,) = wall_ms(copy, self._device, repeats=1)
         return chunks * _CHUNK_BYTES * (load + store) / ms / 1e6
 
-    def beside_small_copies(self, lanes: Sequence[Lane], chunks: int) -> tuple[list[float], float]:
-        """Milliseconds from asking for each small copy to its end, and the rate of loads in ``lanes`` beside them."""
+    def among_small_copies(self, lanes: Sequence[Lane], chunks: int) -> tuple[list[float], float]:
+        """Measure the milliseconds from issue to end of each small copy, and the rate of loads in ``lanes``."""
         small_host = torch.empty(_SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
         small = torch.empty(_SMALL_BYTES, dtype=torch.uint8, device=self._device)
         stream = torch.Stream(self._device)
@@ -119,7 +119,7 @@ class Link:
 
 def _pinning(nbytes: int, device: torch.device, repeats: int) -> None:
     seconds: dict[str, list[float]] = {"pin": [], "touch": [], "touch_huge": []}
-    for _ in range(repeats):  # interleaved: all see the same machine
+    for _ in range(repeats):  # interleaved, so that all run in the same conditions
         seconds["touch"].append(_first_touch_seconds(nbytes, mmap.MADV_NORMAL))
         seconds["touch_huge"].append(_first_touch_seconds(nbytes, mmap.MADV_HUGEPAGE))
         begin = time.perf_counter()
@@ -139,7 +139,7 @@ def _pinning(nbytes: int, device: torch.device, repeats: int) -> None:
 
 
 def _first_touch_seconds(nbytes: int, advice: int, chunk_bytes: int = 32 << 20) -> float:
-    """Map ``nbytes`` and write each page once, with as many threads as there are cores; nothing is locked."""
+    """Map ``nbytes`` and write each page once, with one thread per core; locks no memory."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(advice)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,4 +1,4 @@
-"""Where a device's memory is at each turn of an iteration, as a picture."""
+"""Draws the use of a device's memory at each turn of an iteration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Moment:
     """Bytes on the device at one turn of an iteration.
 
     Attributes:
-        name: whose turn it is.
-        places: what is known by name.
-        allocated_bytes: by the allocator; 0 where it does not count.
+        name: group whose turn it is.
+        places: bytes by name.
+        allocated_bytes: all bytes of the allocator; 0 if it does not count.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Moment:
     allocated_bytes: int
 
     def by_place(self) -> dict[str, int]:
-        """All places, and what is left of the allocator's figure."""
+        """Return all places, and the rest of the allocator's figure."""
         return {**self.places, _REST: max(0, self.allocated_bytes - sum(self.places.values()))}
 
 
 def draw_memory(moments: Sequence[Moment], path: Path) -> None:
-    """Write a picture (SVG, PNG, by the name): a stack of places over the turns of an iteration.
+    """Write a picture, SVG or PNG by the suffix: a stack of places over the turns of an iteration.
 
     Raises:
         SystemExit: matplotlib is missing.

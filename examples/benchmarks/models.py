@@ -27,7 +27,7 @@ class GPTBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, sequence, width)`` to the same."""
+        """Map ``(batch, sequence, width)`` to the same shape."""
         batch, length, width = x.shape
         heads = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -38,7 +38,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """1.35 G parameters with the defaults of the bench."""
+    """A lean GPT, of 1.35 G parameters with the defaults of the bench."""
 
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of the next token."""
+        """Return the loss of the next token."""
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
@@ -93,7 +93,7 @@ _BLOCKS = {"llama": "model.layers", "qwen3": "model.layers", "gpt2": "transforme
 
 
 class Trained(NamedTuple):
-    """A sharded model, the loss of tokens ``(batch, sequence)``, and how many different tokens there are."""
+    """A sharded model, the loss of tokens ``(batch, sequence)``, and the size of the vocabulary."""
 
     model: nn.Module
     loss: Callable[[Tensor], Tensor]
@@ -101,14 +101,14 @@ class Trained(NamedTuple):
 
 
 def build(name: str, mesh: DeviceMesh, *, dtype: torch.dtype, tokens: int, recomputed: int | None) -> Trained:
-    """Make one of :data:`MODELS` on the mesh's device; the memory of no whole model is ever taken.
+    """Make one of :data:`MODELS` on the mesh's device, without ever allocating a whole model.
 
     Args:
-        name: of the model.
-        mesh: on which each block and the root are sharded.
-        dtype: of the parameters; compute is in bf16.
-        tokens: of a sequence.
-        recomputed: how many blocks are recomputed in the backward, the first ones; ``None``: all.
+        name: name of the model.
+        mesh: mesh on which each block and the root are sharded.
+        dtype: dtype of the parameters; compute is in bf16.
+        tokens: number of tokens in a sequence.
+        recomputed: number of blocks, the first ones, that the backward recomputes; ``None``: all.
 
     Raises:
         SystemExit: this version of transformers cannot recompute some of the blocks only.
@@ -144,11 +144,11 @@ def _transformers_model(family: str, shape: dict[str, Any], tokens: int) -> nn.M
 
 @contextmanager
 def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Make parameters without memory, and buffers with their values, which no ``to_empty`` could bring back."""
+    """Make parameters on the meta device, but buffers with values, which ``to_empty`` would lose."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not (param.is_meta and param.dtype == dtype):  # else it may be tied to another one
+        if param is not None and not (param.is_meta and param.dtype == dtype):  # it may be tied to one that was moved
             param = nn.Parameter(param.detach().to("meta", dtype), requires_grad=param.requires_grad)
         register(module, name, param)
 
@@ -176,7 +176,7 @@ def _recompute(model: Any, blocks: list[nn.Module], count: int) -> None:
 
 
 def _fill(model: nn.Module, generator: torch.Generator) -> None:
-    """Set each rank's shards, in place: biases zero, norms one, all else random."""
+    """Fill each rank's shards in place: biases with zeros, norms with ones, others with random values."""
     for name, param in model.named_parameters():
         local: Tensor = param.detach().to_local()  # type: ignore[attr-defined]
         if param.ndim == 1:

@@ -1,4 +1,4 @@
-"""What every bench prints beside its figures, and how it measures time."""
+"""Helpers of all benches: the record of the machine, output, and clocks."""
 
 import datetime
 import json
@@ -15,7 +15,7 @@ import typer
 
 
 def print_machine() -> None:
-    """Hardware, versions, date and command: without them a figure says nothing."""
+    """Record hardware, versions, date and command, without which figures cannot be compared."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     print_record(
         "machine",
@@ -28,16 +28,16 @@ def print_machine() -> None:
 
 
 def print_record(what: str, **figures: Any) -> None:
-    """One JSON line. Floats are rounded to what can be repeated."""
+    """Print one JSON line, with floats rounded to digits that repeat."""
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
     print(json.dumps({"bench": what, **rounded}), flush=True)
 
 
 def bench_device() -> torch.device:
-    """The current accelerator.
+    """Return the current accelerator.
 
     Raises:
-        SystemExit: there is none; nothing here means anything on the CPU.
+        SystemExit: there is none; on the CPU the figures would mean nothing.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -46,12 +46,12 @@ def bench_device() -> torch.device:
 
 
 def device_bytes_of(mib: int | None) -> int | Literal["auto"]:
-    """``OffloadPolicy.device_bytes`` from a command line."""
+    """Return ``OffloadPolicy.device_bytes`` for an option in MiB."""
     return "auto" if mib is None else mib << 20
 
 
 def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, warmup: int = 1) -> list[float]:
-    """Milliseconds of ``work`` from an idle device to an idle device, for each repeat."""
+    """Return the milliseconds of ``work`` from an idle device to an idle device, for each repeat."""
     times = []
     for repeat in range(warmup + repeats):
         torch.accelerator.synchronize(device)
@@ -64,7 +64,7 @@ def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, war
 
 
 def cpu_ms(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """CPU milliseconds of this thread in ``work``, which begins on an idle device and is not waited for; the median."""
+    """Return the median CPU milliseconds of this thread in ``work``, which begins on an idle device."""
     times = []
     for _ in range(repeats):
         torch.accelerator.synchronize(device)
@@ -76,15 +76,15 @@ def cpu_ms(work: Callable[[], object], device: torch.device, *, repeats: int) ->
 
 
 def median(values: list[float]) -> float:
-    """The middle one, which noise moves least."""
+    """Return the middle value, which noise moves least."""
     return statistics.median(values)
 
 
 def run(function: Callable[..., None], argv: Sequence[str]) -> None:
-    """Call ``function`` with the options of ``argv``, as its annotations have them.
+    """Call ``function`` with the options of ``argv``, which its annotations define.
 
     Raises:
-        typer.BadParameter: a value is none for its option.
+        typer.BadParameter: an option does not accept its value.
     """
     app = typer.Typer(add_completion=False)
     app.command()(function)

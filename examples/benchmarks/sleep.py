@@ -1,4 +1,4 @@
-"""How long a model and its optimizer take to leave the device for another phase of RL, and to come back."""
+"""Measures how long a model and its optimizer take to leave the device for another phase of RL, and to return."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -24,11 +24,11 @@ def measure(
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
     repeats: Annotated[int, typer.Option(help="Sleeps and wakes; medians are printed.")] = 9,
 ) -> None:
-    """Sleep and wake of parameters and state that are on the device, and a sleep of state that is at home already.
+    """Measure sleep and wake of parameters with state on the device, and with state that is on the host already.
 
-    Rates are those of the parameters, and of the state that is on the device, from an idle device to an idle device,
-    beside the one-way rates of the link in the same run. ``resident``: all state is on the device between steps, so all
-    of it moves. ``home``: none is (the default policy).
+    Rates are of parameters and of state on the device, from an idle device to an idle device, with the one-way rates of
+    the link in the same run. ``resident``: all state is on the device between steps and moves. ``home``: none is, as
+    with the default policy.
     """
     device = bench_device()
     params = int(gigabytes * 1e9) // _BYTES_PER_PARAM
@@ -53,7 +53,7 @@ def measure(
 
 
 def _stepped_optimizer(model: nn.Module, policy: OffloadPolicy) -> Any:
-    """An offloaded optimizer whose state exists; the gradients that it took are gone."""
+    """Return an offloaded optimizer with state, without gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     offload_optimizer(optimizer, model=model, policy=policy)
     for param in model.parameters():
@@ -93,7 +93,7 @@ def _figures(model: nn.Module, optimizer: Any, link: Link, device: torch.device,
             freed_bytes = before_bytes - torch.accelerator.memory_allocated(device)
             times.setdefault("already_home", []).append(_ms(sleep, device))
             times.setdefault(f"wake{emptied}", []).append(_ms(wake, device))
-    # With the model awake: what the optimizer's half costs by itself where nothing has to move.
+    # With the model awake: the time of the optimizer's calls if no state has to move.
     sleep_optimizer()
     times["optimizer_already_home"] = [_ms(sleep_optimizer, device) for _ in range(repeats)]
     optimizer.reload_states()
@@ -114,7 +114,7 @@ def _figures(model: nn.Module, optimizer: Any, link: Link, device: torch.device,
 
 
 def _emptying(sleep: Callable[[], None]) -> Callable[[], None]:
-    """Also hand the memory back to the driver, for other processes; the wake has to ask for it again."""
+    """Return ``sleep`` that also returns memory to the driver, for other processes; waking has to ask for it again."""
 
     def sleep_and_empty() -> None:
         sleep()

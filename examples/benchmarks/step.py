@@ -1,4 +1,4 @@
-"""How close a step comes to the link: Adam's state streamed through the device, with nothing else to hide behind."""
+"""Measures how close a step is to the link's rate: streams Adam's state through the device, without a model."""
 
 import random
 import sys
@@ -23,7 +23,7 @@ _MIB = 1 << 20
 
 
 class Implementation(StrEnum):
-    """Implementation of torch's that updates."""
+    """Implementation of torch's AdamW."""
 
     FUSED = "fused"
     FOREACH = "foreach"
@@ -61,7 +61,7 @@ def measure(
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
 ) -> None:
-    """Time of one step of Adam with fp32 moments, beside the two-way bandwidth of the same run."""
+    """Measure the time of one step of Adam with fp32 moments, and the two-way bandwidth in the same run."""
     make_optimizer = optimizer_maker(optimizer_kind, implementation, masters)
     device = bench_device()
     sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
@@ -153,7 +153,7 @@ def optimizer_maker(
 
 
 def _fused_adam() -> Any:
-    """Imported after torch, whose libraries it needs."""
+    """Import ``FusedAdam`` after torch, whose libraries it needs."""
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
     except (ImportError, OSError) as error:
@@ -162,12 +162,12 @@ def _fused_adam() -> Any:
 
 
 def _plain_step_ms(optimizer: torch.optim.Optimizer, device: torch.device, *, repeats: int) -> float:
-    """The step of an optimizer that is not offloaded, where its state fits."""
+    """Measure the step of an optimizer without offload; its state has to fit."""
     return median(wall_ms(optimizer.step, device, repeats=repeats))
 
 
 def varied_sizes(params: int, tensors: int) -> list[tuple[int, ...]]:
-    """Shapes with about ``params`` elements in all: a wide mix, as from a transformer's norms to its embeddings."""
+    """Return shapes with about ``params`` elements in all: a wide mix, like a transformer's norms to embeddings."""
     chooser = random.Random(0)
     weights = [chooser.choice((1, 2, 4, 8, 16, 64, 256, 512)) * chooser.uniform(0.7, 1.3) for _ in range(tensors)]
     scale = params / sum(weights)
@@ -178,14 +178,14 @@ def varied_sizes(params: int, tensors: int) -> list[tuple[int, ...]]:
 def plain_model(
     shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Make a model with parameters of these shapes, and their gradients."""
+    """Make a model with parameters of the given shapes, and their gradients."""
     return _with_gradients(_of_parameters(shapes, device, dtype))
 
 
 def sharded_model(
     shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Make a model like :func:`plain_model`, of DTensors on a mesh of this one rank. Makes a process group."""
+    """Make a model like :func:`plain_model`, of DTensors on a mesh of one rank, and its process group."""
     if not dist.is_initialized():
         _init_process_group(device)
     model = _of_parameters(shapes, device, dtype)

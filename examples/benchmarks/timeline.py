@@ -1,10 +1,10 @@
-"""One iteration as a picture: when each lane of the device was busy, read from a trace of ``torch.profiler``.
+"""Draws one iteration: when each lane of the device was busy, read from a trace of ``torch.profiler``.
 
     Chrome trace ──timeline_of──▶ Timeline ──draw──▶ PNG
 
-A trace holds what the host did (ranges, launches) and what the device did (kernels, copies), each at its own time: the
-host runs ahead. What the device did belongs to the range in which it was *launched*, and a correlation id names that
-launch. The picture shows the device's times only.
+A trace holds the host's events (ranges, launches) and the device's (kernels, copies), each at its own time, as the host
+runs ahead. A kernel or copy belongs to the range in which it was *launched*; a correlation id names that launch. The
+picture shows the device's times only.
 """
 
 import bisect
@@ -33,18 +33,18 @@ _REDUCING_KERNEL = re.compile(r"nccl\w*Reduce")
 
 
 def phase(name: str) -> AbstractContextManager[Any]:
-    """The range of a training loop that :func:`timeline_of` looks for: forward, backward, clip, step."""
+    """Record a range of a training loop for :func:`timeline_of`: forward, backward, clip or step."""
     return torch.profiler.record_function(f"train {name}")
 
 
 class Lane(Enum):
-    """Worker that runs beside the others, in the order of the picture's rows."""
+    """Lane of work that runs concurrently with the others, in the order of the picture's rows."""
 
     COMPUTE = "compute"  # forward, backward, clip
     GATHER = "gather"  # fully_shard's streams
     REDUCE = "reduce"
     LOAD = "load, H2D"
-    UPDATE = "update"  # wherever it runs; the plain optimizer's too
+    UPDATE = "update"  # on any stream; the plain optimizer's too
     STORE = "store, D2H"
 
 
@@ -53,7 +53,7 @@ _LANES = {"L": Lane.LOAD, "U": Lane.UPDATE, "S": Lane.STORE}
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel or a copy: milliseconds since the begin of the iteration; ``bucket`` of a load, an update or a store."""
+    """A kernel or a copy, in milliseconds from the start of the iteration; ``bucket``: of a load, update or store."""
 
     lane: Lane
     begin_ms: float
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Phase:
-    """Part of an iteration on the compute stream, from the end of the phase before to the begin of the next."""
+    """Part of an iteration on the compute stream, from the end of the phase before to the start of the next."""
 
     name: str
     begin_ms: float
@@ -72,12 +72,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One iteration, from the begin of its forward to the begin of the next one.
+    """One iteration, from the start of its forward to that of the next one.
 
     Attributes:
-        ms: how long it took.
-        phases: in order.
-        spans: what ran in that time, whichever iteration had launched it, by begin.
+        ms: its length.
+        phases: its phases, in order.
+        spans: kernels and copies in that time, launched by any iteration, by their start.
     """
 
     ms: float
@@ -85,21 +85,21 @@ class Timeline:
     spans: tuple[Span, ...]
 
     def busy_ms(self, lane: Lane) -> float:
-        """Time in which the lane did anything."""
+        """Return the time in which the lane was busy."""
         spans = self._of(lane)
         busy_until = accumulate((span.end_ms for span in spans), max, initial=0.0)
         pairs = zip(spans, busy_until, strict=False)  # each with the latest end before it; the last end is left over
         return sum((max(0.0, span.end_ms - max(span.begin_ms, until_ms)) for span, until_ms in pairs), 0.0)
 
     def waits(self) -> list[tuple[float, float]]:
-        """Return when the device neither computed nor updated: begin and length in milliseconds."""
+        """Return the times without computation or update: start and length in milliseconds."""
         busy = [span for span in self.spans if span.lane in (Lane.COMPUTE, Lane.UPDATE)]
         begins_ms = [*(span.begin_ms for span in busy), self.ms]
         until_ms = accumulate((span.end_ms for span in busy), max, initial=0.0)
         return [(end, begin - end) for begin, end in zip(begins_ms, until_ms, strict=True) if begin > end]
 
     def bars(self, lane: Lane, least_gap_ms: float) -> list[Span]:
-        """The spans of a lane; those of one bucket with less than ``least_gap_ms`` between them are one."""
+        """Return the spans of a lane; join those of one bucket with gaps below ``least_gap_ms``."""
         bars: list[Span] = []
         for span in self._of(lane):
             last = bars[-1] if bars else None
@@ -114,22 +114,22 @@ class Timeline:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A Chrome trace, from a file that gzip has compressed or not."""
+    """Read a Chrome trace, compressed by gzip or not."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         trace: dict[str, Any] = json.load(file)
     return trace
 
 
 def timeline_of(trace: Mapping[str, Any]) -> Timeline:
-    """The last iteration of a trace that is followed by another one; if there is only one, that one.
+    """Return the last iteration of a trace that another one follows, or the only one.
 
-    In a trace without a device the host did the work: then its innermost ops count.
+    In a trace without a device, the innermost ops of the host count.
 
     Args:
-        trace: as ``export_chrome_trace`` writes it, with ranges of :func:`phase`.
+        trace: trace that ``export_chrome_trace`` wrote, with ranges of :func:`phase`.
 
     Raises:
-        ValueError: there is no forward, or nothing ran.
+        ValueError: the trace has no forward, or no work.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     works = _device_work(events) or _host_work(events)
@@ -186,7 +186,7 @@ def _device_work(events: Sequence[_Event]) -> list[_Work]:
 
 
 def _host_work(events: Sequence[_Event]) -> list[_Work]:
-    """Ops that contain no other op."""
+    """Return the ops that contain no other op."""
     threads: dict[object, list[_Event]] = {}
     for event in events:
         if event["cat"] == "cpu_op":
@@ -202,9 +202,9 @@ def _host_work(events: Sequence[_Event]) -> list[_Work]:
 
 
 class _Ranges:
-    """The host's ranges whose names a pattern matches.
+    """Ranges of the host whose names match a pattern.
 
-    They do not overlap, whatever their threads: while a backward runs on threads of its own, its caller waits.
+    Ranges of different threads do not overlap: while a backward runs in its own threads, its caller waits.
     """
 
     def __init__(self, events: Iterable[_Event], pattern: re.Pattern[str]) -> None:
@@ -223,7 +223,7 @@ class _Ranges:
 
 
 class _ComputeStream:
-    """The stream of forward and backward: the busiest, but for our own work and collectives that wait for others."""
+    """Stream of forward and backward: the busiest, not counting our own work and collectives that wait for others."""
 
     def __init__(self, works: Sequence[_Work], actions: _Ranges) -> None:
         busy_us: dict[object, float] = {}
@@ -236,7 +236,7 @@ class _ComputeStream:
         self._ends_us = [end_us for _, end_us in mine]  # a stream works in order
 
     def done_us(self, host_us: float, default_us: float) -> float:
-        """Return when the stream had done what it was given before ``host_us``; the default if nothing was."""
+        """Return when the stream finished the work launched before ``host_us``; the default if there is none."""
         number = bisect.bisect_left(self._launches_us, host_us)
         return self._ends_us[number - 1] if number else default_us
 
@@ -249,9 +249,9 @@ def _phase_bounds_us(
     on_host = sorted((host_us, match[1]) for host_us, match in found if match)
     forwards_us = [host_us for host_us, name in on_host if name == "forward"]
     if not forwards_us:
-        raise ValueError("the trace holds no range 'train forward', so nobody knows where an iteration begins")
+        raise ValueError("the trace holds no range 'train forward', which marks the start of an iteration")
     this_us, next_us = forwards_us[-2:] if len(forwards_us) > 1 else (forwards_us[0], math.inf)
-    # Without an iteration before it, this one begins with what it does first; without one after it, it ends with all.
+    # The first iteration begins with its first work; the last one ends with its last work.
     first_us = min((work.begin_us for work in works if work.launch_us >= this_us), default=0.0)
     last_us = max(work.end_us for work in works)
     phases = [(name, compute.done_us(host_us, first_us)) for host_us, name in on_host if this_us <= host_us < next_us]
@@ -293,7 +293,7 @@ _COLORS = {
 
 
 def check_matplotlib() -> None:
-    """Look whether pictures can be drawn, before anything is measured for them.
+    """Check that pictures can be drawn, before measuring for them.
 
     Raises:
         SystemExit: matplotlib is missing.
@@ -305,7 +305,7 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width_inches: float, height_inches: float, **options: Any) -> Any:
-    """Return a figure of matplotlib that draws into memory: no display, and no choice of the user's is touched.
+    """Return a figure of matplotlib that draws into memory, without a display or a change of the user's settings.
 
     Raises:
         SystemExit: matplotlib is missing.
@@ -320,10 +320,10 @@ def new_figure(width_inches: float, height_inches: float, **options: Any) -> Any
 
 
 def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Write a PNG or an SVG: the timelines below each other, on one scale, with a row for each lane.
+    """Write a PNG or an SVG with the timelines one below another, on one scale, with a row for each lane.
 
-    Bucket numbers are where they fit, and neighbouring buckets differ in shade. Pale red is where the device waited.
-    Nothing is drawn narrower than a pixel, and gaps narrower than one are not.
+    Bucket numbers are drawn where they fit, and neighbouring buckets differ in shade. Pale red marks waits of the
+    device. Spans are at least a pixel wide, and gaps narrower than a pixel are not drawn.
 
     Raises:
         SystemExit: matplotlib is missing.

@@ -1,13 +1,13 @@
-"""What offloading costs an iteration: a GPT under ``fully_shard``, each policy beside the plain optimizer.
+"""Measures the cost of offloading for an iteration of a GPT under ``fully_shard``, by policy.
 
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m examples.benchmarks train``.
 
-``--only`` takes, beside the names of policies, names with an ending that says how often the loop clips by a norm that
-binds: ``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``, and so on for all of them. Each
-is compared with ``plain`` of the same ending. Without an ending the norm never binds, and ``iteration`` does not clip.
+``--only`` takes names of policies, also with an ending for the share of steps that clip by a norm that binds:
+``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``, and likewise for all policies. Each is
+compared with ``plain`` of the same ending. Without an ending the norm never binds, and ``iteration`` does not clip.
 
-``--traces FOLDER`` writes of each policy a Chrome trace of three settled iterations (for ui.perfetto.dev) and a picture
-of the middle one, and a picture of all policies on one scale.
+``--traces FOLDER`` writes a Chrome trace of three settled iterations of each policy (for ui.perfetto.dev), a picture of
+the middle one, and a picture of all policies on one scale.
 """
 
 import gc
@@ -40,11 +40,11 @@ _MIB = 1 << 20
 _MEMORY = ("peak", "reserved")
 
 SETTLE_ITERATIONS = 17
-"""Before anything is measured. The first creates the state, the next ones teach the overlap in which order gradients
-become final and the allocator what it needs; what "auto" chooses by measuring is in force from the sixteenth on. The
-same for all policies, whose losses would not compare otherwise."""
+"""Iterations before measuring. The first creates the state. In the next ones the overlap learns the order in which
+gradients become final, and the allocator grows; the choices of "auto" are in force from the sixteenth on. All policies
+have the same number, so that their losses can be compared."""
 
-# What a policy says beyond the command line: fields of OffloadPolicy. Those that are limited have its --device-mib.
+# Fields of OffloadPolicy beyond those of the command line. The limited policies get --device-mib.
 POLICIES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "step": {},
@@ -59,9 +59,9 @@ POLICIES: dict[str, dict[str, Any] | None] = {
 }
 
 RARELY = 20
-"""Steps of which one is clipped."""
+"""One in this many steps is clipped."""
 
-# For an ending of a policy's name, whether a step is clipped by a norm that binds.
+# By ending of a policy's name: whether a step is clipped by a norm that binds.
 CLIPPED: dict[str, Callable[[int], bool]] = {
     "never": lambda step: False,
     "rarely": lambda step: step % RARELY == RARELY - 1,
@@ -86,7 +86,7 @@ def measure(
         bool, typer.Option(help="Measure fully_shard(offload_policy=CPUOffloadPolicy()) as well: torch's own.")
     ] = False,
 ) -> None:
-    """Iteration time and memory of each policy, interleaved in one run."""
+    """Measure the iteration time and memory of each policy, interleaved in one run."""
     common = {"bucket_bytes": bucket_mib * _MIB, "host_fraction": host_fraction}
     policies = chosen_policies(only, common, device_mib * _MIB)
     if traces is not None:
@@ -112,7 +112,7 @@ def measure(
                 trace = trace_path(traces, name) if traces is not None and is_last else None
                 clipped = CLIPPED.get(name.rpartition("_")[2])
                 found[name].append(bench.measure(policy, iterations, trace, clipped))
-                if is_first_rank and is_last:  # at once: who has only so much time keeps what there is
+                if is_first_rank and is_last:  # at once, so that an interrupted run keeps its figures
                     _print(name, found[name], found[f"plain{_ending_of(name)}"], bench.state_bytes)
         if is_first_rank and traces is not None:
             draw_all(traces, list(policies))
@@ -133,7 +133,7 @@ def _measure_cpu_offload_policy(device: torch.device, sizes: tuple[int, int, int
 
 
 def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> dict[str, OffloadPolicy | None]:
-    """The policies that ``--only`` names, or all; those that are limited with ``limit_bytes``."""
+    """Return the policies that ``--only`` names, or all; limited ones with ``limit_bytes``."""
     wanted = only.split(",") if only else list(POLICIES)
     wanted += [f"plain{_ending_of(name)}" for name in wanted]
     endings = ["", *(f"_{ending}" for ending in CLIPPED)]
@@ -153,7 +153,7 @@ def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> d
 
 
 def _ending_of(name: str) -> str:
-    """Return a policy name's ending that says how often its loop clips, underscore included; empty if it has none."""
+    """Return a policy name's ending for how often its loop clips, with the underscore; empty if it has none."""
     ending = name.rpartition("_")[2]
     return f"_{ending}" if ending in CLIPPED else ""
 
@@ -233,7 +233,7 @@ def _process_group() -> Iterator[torch.device]:
 
 
 class Bench:
-    """One model, trained on from policy to policy."""
+    """One model, whose training continues from policy to policy."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Bench:
         self.state_bytes = sum(8 * local_shard(param).numel() for param in self._params)
 
     def parts(self) -> dict[str, float]:
-        """Forward, backward and update alone."""
+        """Measure forward, backward and update alone."""
         optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
         self.iterate(optimizer, 2)
         device = self._device
@@ -285,7 +285,7 @@ class Bench:
         return {"forward_ms": forward, "backward_ms": both - forward, "update_ms": update, "clip_ms": clip}
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # Where the norm does not bind, all of its work, and the same bits afterwards.
+        # A norm that does not bind: all of its work, and the same bits afterwards.
         clip_grad_norm_(optimizer, 1e-3 if self._clipped(self._steps) else 1e9)
 
     def measure(
@@ -295,7 +295,7 @@ class Bench:
         trace: Path | None,
         clipped: Callable[[int], bool] | None = None,
     ) -> dict[str, Any]:
-        """Milliseconds of an iteration and bytes by place, after it has settled; then a trace, if one is wanted."""
+        """Measure the milliseconds of a settled iteration and the bytes by place; then write a trace, if asked."""
         with self.settled(policy, clipped) as (optimizer, clip):
             torch.accelerator.reset_peak_memory_stats(self._device)
             dist.barrier()
@@ -312,7 +312,7 @@ class Bench:
         return result
 
     def measure_unsettled(self, iterations: int) -> dict[str, Any]:
-        """Milliseconds of an iteration of the plain optimizer, and device bytes: for what is too slow to settle."""
+        """Measure the milliseconds of a plain iteration and device bytes, for training that is too slow to settle."""
         optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
         self.iterate(optimizer, 2)
         return {
@@ -322,10 +322,10 @@ class Bench:
         }
 
     def _settled_ms(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool) -> float:
-        """Time an iteration among others: from the end of one step() to that of another, as the model's stream sees it.
+        """Time an iteration among others, on the model's stream, from the end of one step() to that of the next.
 
-        From an idle device to an idle one would be longer: the transfers that the last step leaves to a forward have
-        none to hide behind then.
+        It would be longer from an idle device to an idle one: transfers that the last step leaves to a forward would
+        have none to hide behind.
         """
         self.iterate(optimizer, 1, clip=clip)
         compute = device_link(self._device).lanes(serial=False).compute
@@ -339,10 +339,10 @@ class Bench:
     def settled(
         self, policy: OffloadPolicy | None, clipped: Callable[[int], bool] | None = None
     ) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
-        """Train from the first parameters on; yield the optimizer after some iterations, and whether to clip.
+        """Train from the initial parameters; yield the optimizer after some iterations, and whether to clip.
 
         Args:
-            policy: ``None`` for the plain optimizer.
+            policy: policy; ``None`` for the plain optimizer.
             clipped: whether the norm binds in a step. By default never; updates in the backward then go unclipped.
         """
         self._clipped, self._steps = clipped or CLIPPED["never"], 0
@@ -383,8 +383,8 @@ class Bench:
     def trace(self, optimizer: torch.optim.Optimizer, path: Path, *, clip: bool) -> None:
         """Write a Chrome trace of an iteration between two others, on the first rank.
 
-        What ran before is still at work when an iteration begins, and its own work ends in the next one: alone it would
-        look as if nothing overlapped. In the first one the profiler itself starts up.
+        Work of the iteration before still runs when one begins, and its own work ends in the next one: alone it would
+        seem not to overlap. In the first of the three, the profiler starts up.
         """
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
@@ -396,12 +396,12 @@ class Bench:
             profiler.export_chrome_trace(str(path))
 
     def _reshard(self) -> None:
-        """The root stays gathered after a forward without a backward, and would not see the next step."""
+        """Reshard the root, which stays gathered after a forward without a backward and would not see the next step."""
         for module in fsdp_modules(self._model):
             module.reshard()
 
     def iterate(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool = False) -> None:
-        """Train on for so many steps."""
+        """Train for ``count`` more steps."""
         for _ in range(count):
             with phase("forward"):
                 loss = self._model(self._tokens)
@@ -418,7 +418,7 @@ class Bench:
 
 
 def _forget(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.state.clear()  # nothing that would have to go back to the device
+    optimizer.state.clear()  # so that no state is copied back to the device
     remove_offload(optimizer)
 
 

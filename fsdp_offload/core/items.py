@@ -147,8 +147,8 @@ class Item:
         kept: prefetches do not evict it, and it is stored only when others look at it.
         ready: R3: mark of the load or update that last wrote the place.
         updated: mark of the last update, even if the item has left the device since.
-        beside: by bucket number, mark of the last update on the CPU; it writes another slice of the parameters than
-            ``updated``.
+        cpu_updates: by bucket number, mark of the last update on the CPU, which writes another slice of the parameters
+            than ``updated``.
         used: R1: by lane, mark of the last read of the place since it was filled or changed.
         known_to: names of lanes that have waited for ``ready`` already.
     """
@@ -164,7 +164,7 @@ class Item:
     kept: bool = False
     ready: Mark | None = None
     updated: Mark | None = None
-    beside: dict[int, Mark] = field(default_factory=dict)
+    cpu_updates: dict[int, Mark] = field(default_factory=dict)
     used: dict[str, Mark] = field(default_factory=dict)
     known_to: set[str] = field(default_factory=set)
 

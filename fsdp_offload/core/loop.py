@@ -267,9 +267,9 @@ class Core:
 
         This *is* overlap="forward".
         """
-        if lane.name not in item.known_to and (item.ready is not None or item.beside):
+        if lane.name not in item.known_to and (item.ready is not None or item.cpu_updates):
             with self._timed_wait(lane):
-                lane.wait(item.ready, *item.beside.values())
+                lane.wait(item.ready, *item.cpu_updates.values())
             item.known_to.add(lane.name)
 
     def _timed_wait(self, lane: Lane, **how: bool) -> contextlib.AbstractContextManager[None]:
@@ -388,7 +388,7 @@ class Core:
             self.updates.stepping = None
         for number, item in self.weights.items():
             if not aside or number == ELSEWHERE:
-                self.lanes.compute.wait(item.updated, *item.beside.values())
+                self.lanes.compute.wait(item.updated, *item.cpu_updates.values())
         self._settle_held([*[bucket.state for bucket in wanted], *self.weights.values()])
         for bucket in self.of_group.get(ELSEWHERE, ()):
             if bucket.groups == (ELSEWHERE,):
@@ -555,7 +555,7 @@ class Core:
             bucket, self._with_gradients(updates, bucket)
         )  # R2: the update is the store
         for item in bucket.weights:
-            item.beside[bucket.number] = mark
+            item.cpu_updates[bucket.number] = mark
             item.known_to.clear()
         updates.done[bucket] = None
         self.cache.moved.updates += 1
@@ -600,7 +600,7 @@ class Core:
         ``lets_go``: the current stream is the one that trains: release the gradients held for these updates.
         """
         for item in self.weights.values():
-            self.lanes.compute.wait(item.updated, *item.beside.values())
+            self.lanes.compute.wait(item.updated, *item.cpu_updates.values())
         self.lanes.compute.wait(*self.updated.values())  # R3: counters may be written after the parameters
         if lets_go:
             self._gradients.clear()

@@ -244,7 +244,7 @@ class Room:
         self._late_ms = 0.0  # that of the last reading
 
     @classmethod
-    def beside(cls, pools: Sequence[Pool], items: Iterable[Item]) -> "Room | None":
+    def for_pools(cls, pools: Sequence[Pool], items: Iterable[Item]) -> "Room | None":
         """Make a room for the blocks that ``pools`` lack and could use; ``None`` if they lack none.
 
         It is bounded by the bytes of ``items``: blocks have the size of the largest one, and without offload there

@@ -179,7 +179,7 @@ class Engine:
         )
         core.choose_kept()
         learns = limit is None and not whole and self.policy.moves_beside_model and core.cache.stopwatch is not None
-        self.room = Room.beside(pools, [*state, *streamed.values()]) if learns else None
+        self.room = Room.for_pools(pools, [*state, *streamed.values()]) if learns else None
         self.guesses.old.forget()
         self._is_taken = True
 

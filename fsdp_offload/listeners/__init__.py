@@ -1,4 +1,4 @@
-"""What others may have of training while it goes on: which weights each step has changed, and weights out of homes."""
+"""Weights for an inference engine while training runs: those that each step has changed, or all of them from homes."""
 
 from .deltas import WeightDelta, WeightDeltas, weight_deltas
 from .homes import weights

@@ -5,8 +5,8 @@
     update of a bucket:  copy its weights as they are used ─▶ the user's step ─▶ a bit for each that differs ─▶ host
                               └─▶ sums ────────────────────────────────────────────▶ sums ───────────────────▶ host
     commit:              the bits count; those of a step that is rolled back or fails are dropped
-    iterating:           where sums before an update are not those behind the last one, or are others by now, somebody
-                         else has written, and all elements are handed out
+    iterating:           if the sums before an update are not those after the last one, or differ now, other code has
+                         written the weights: all elements are handed out
 """
 
 import itertools
@@ -46,7 +46,7 @@ class WeightDelta(NamedTuple):
         name: of the parameter, as state dicts have it.
         indices: int64: where each element is in the flat whole parameter, not in this rank's shard.
         values: in the dtype in which forwards use the parameter.
-        dense: all elements of this rank's shard are handed out, here or in several deltas: somebody else has written
+        dense: all elements of this rank's shard are handed out, here or in several deltas: other code has written
             the parameter, or more than a quarter of the shard has changed.
     """
 
@@ -94,7 +94,7 @@ def _batches(pieces: Sequence[Piece]) -> list[Batch]:
 
 
 class _Step:
-    """What is heard of one step: of each batch that it has updated, bits and sums, on their way to the host."""
+    """Records one step: bits and sums of each batch that it updates, on their way to the host."""
 
     def __init__(self, recorder: "_Recorder") -> None:
         self._recorder = recorder
@@ -127,12 +127,12 @@ class _Step:
 
 @dataclass(eq=False)
 class _Shard:
-    """What is known of one shard.
+    """Records of one shard.
 
     Attributes:
-        sums: of its pieces behind the last update, by their first elements, with their ends.
-        bits: those of elements that have changed since somebody asked; ``None``: none.
-        is_dense: somebody else has written it.
+        sums: by the first element of each piece, its end and its sums after the last update.
+        bits: one bit per element, set if it has changed since the last iteration over deltas; ``None``: none has.
+        is_dense: other code has written the shard.
     """
 
     sums: dict[int, tuple[int, Sums]]

@@ -1,4 +1,4 @@
-"""Weights straight from their homes: no device memory, no collective, one consistent set while training goes on.
+"""Weights straight from their homes: no device memory, no collective, one consistent set while training runs.
 
 A loop over :func:`weights` reads homes as the writer of an asynchronous save does (R4): the updates of the next step go
 to spare homes, and where there are none, or these are read as well, training waits for the end of the loop.
@@ -45,7 +45,7 @@ class _Reading:
         return not self._over.is_set() and self.thread.is_alive()
 
     def when_over(self, look: Callable[[], object]) -> None:
-        """The loop looks itself whether somebody has written what it has read: no checkpoint is spoilt."""
+        """Do nothing: the loop checks by itself whether other code has written what it read."""
 
     def wait(self) -> None:
         """Block the thread that trains; a RuntimeError if it is the one that reads."""
@@ -92,14 +92,14 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     way. Tensors are of the parameter's type, a DTensor of its mesh and placements, and dtype; do not write them. They
     are true until the loop ends: copy what you keep.
 
-    Training goes on meanwhile. Its next updates go to spare homes, within ``OffloadPolicy.snapshot_bytes``; without
+    Training continues meanwhile. Its next updates go to spare homes, within ``OffloadPolicy.snapshot_bytes``; without
     them, training waits for the loop, and the log (``INFO``) says how long. Buffers are not parameters.
 
     Raises:
         TypeError: it is no module.
         ValueError: some of its parameters have no home.
         RuntimeError: weights are half updated; several optimizers train the model, and the thread does not; as the loop
-            ends, somebody has written parameters in place, or more than the last tensors are held.
+            ends, other code has written parameters in place, or the caller holds more than the last tensors.
     """
     check_is_module(model, "weights")
     found = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 ROW = 64
 PIECE_NUMEL = 1 << 24
-"""The most elements that are compared at once: of bf16, that takes 12 bytes for each beside the first copy."""
+"""The most elements that are compared at once; for bf16, each takes 12 bytes on top of the first copy."""
 
 _WORD = 1 << 64
 _PACKS = 0x0102040810204080
@@ -23,7 +23,7 @@ _PACKS = 0x0102040810204080
 
 
 class Sums(NamedTuple):
-    """Sums of the rows of a piece, and of these times their numbers. Equal sums: nobody has changed the piece."""
+    """Sums of the rows of a piece, plain and weighted by row number. Equal sums: the piece is unchanged."""
 
     rows: int
     numbered: int
@@ -39,7 +39,7 @@ def rows_of(numel: int) -> int:
 
 
 def room_for(numels: Sequence[int], like: Tensor, dtype: torch.dtype, copies: int) -> Tensor:
-    """Take memory for so many copies of parts on the device of ``like``, in the current stream's order."""
+    """Allocate memory for ``copies`` of the parts on the device of ``like``, in the current stream's order."""
     return torch.empty(copies, sum(map(rows_of, numels)), ROW, dtype=dtype, device=like.device)
 
 
@@ -102,7 +102,7 @@ def differing(old: Tensor, new: Tensor) -> Tensor:
     """Return a bit for each element, 1 where it has other bits: flat bytes, 8 for each row."""
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(old.itemsize, 8)]
     differ = old.view(kind) != new.view(kind)
-    if old.itemsize > 8:  # complex128 is two of these
+    if old.itemsize > 8:  # complex128 has two words
         differ = differ.view(-1, ROW, old.itemsize // 8).any(-1)
     words = differ.view(torch.int64)
     words = words * _PACKS

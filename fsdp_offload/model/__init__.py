@@ -1,1 +1,1 @@
-"""A model's memory: built on the host, and asleep there."""
+"""Model memory on the host: builds models there, and moves them there while another program uses the device."""

@@ -1,8 +1,8 @@
-"""Building a model on the host: from the meta device, one module at a time on the accelerator.
+"""Builds a model on the host from the meta device, one module at a time, each initialized on the accelerator.
 
     module on meta ──▶ memory of its shards on the device ──▶ initialized there ──▶ host ──▶ the next module
 
-So a model that is larger than the device has the bits that ``to_empty()`` and ``reset_parameters()`` would give it.
+A model that is larger than the device gets the same bits as by ``to_empty()`` and ``reset_parameters()`` on it.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from .sleep import check_is_module
 def materialize_on_host(model: nn.Module, *, initialize: Callable[[nn.Module], object] | None = None) -> None:
     """Give a ``fully_shard`` model on the meta device memory on the host, for ``OffloadPolicy(parameters=True)``.
 
-    Call it after ``fully_shard`` and before the optimizer is built, which keeps the parameters that there are then;
-    ``offload_optimizer(..., policy=OffloadPolicy(parameters=True))`` comes next, before the first forward. Modules are
-    initialized in the order of ``model.modules()``, each on the device of its mesh, which holds no more than the shards
-    of one module at a time. Buffers stay on the device.
+    Call it after ``fully_shard`` and before building the optimizer, which keeps the parameters that it is given; then
+    call ``offload_optimizer(..., policy=OffloadPolicy(parameters=True))`` before the first forward. Modules are
+    initialized in the order of ``model.modules()``, each on the device of its mesh, which holds the shards of one
+    module at a time. Buffers stay on the device.
 
     Args:
-        model: all of it; what is not on the meta device stays as it is.
-        initialize: is called with each module whose own parameters or buffers have just got memory, and fills them.
-            ``None``: the module's ``reset_parameters()``. ``lambda module: None`` leaves them as they are, for a
-            checkpoint that is loaded next.
+        model: the whole model. Tensors that are not on the meta device stay as they are.
+        initialize: function that fills the own parameters and buffers of a module, called with each module that has
+            got memory. ``None``: the module's ``reset_parameters()``. ``lambda module: None`` leaves the memory
+            uninitialized, for a checkpoint that is loaded next.
 
     Raises:
         TypeError: ``model`` is no module, or ``initialize`` cannot be called. Nothing has been changed.

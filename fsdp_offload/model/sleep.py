@@ -1,14 +1,14 @@
-"""Sleep: storages that leave the device while every tensor over them stays, and come back at another address.
+"""Sleep: moves storages to the host and back to another address, while all tensors over them stay the same objects.
 
 ::
 
     storage ──store──▶ region of pinned host memory ──▶ resized to 0 bytes, so the device's memory is free
             ◀──load─── resized again, on the current stream, which then waits
 
-A model's parameters, buffers and gradients leave so (:func:`offload_model`), and what an optimizer alone uses, in its
-phases (:class:`ParkedParameters`). What is moved are *storages*, each once, however many tensors look into it: the flat
-view that ``fully_shard`` reads, its DTensor and that one's local tensor, tied parameters, gradients that are views of
-one reduced buffer. All of these objects stay the same, and nobody can use them meanwhile.
+:func:`offload_model` moves the parameters, buffers and gradients of a model so, and :class:`ParkedParameters` moves
+masters that only an optimizer uses. Each *storage* is moved once, however many tensors share it: the flat view that
+``fully_shard`` reads, its DTensor and the local tensor of that, tied parameters, gradients that are views of one
+reduced buffer. These tensors cannot be used while the storage is on the host.
 """
 
 import enum
@@ -50,19 +50,19 @@ class _Place(NamedTuple):
 
 
 class Parking:
-    """Host memory for storages that leave a device, kept from one time to the next."""
+    """Host memory for storages that leave a device, kept for the next time they leave."""
 
     def __init__(self, what: str, limit_bytes: int | None, instead: str = IF_THE_KERNEL_KNOWS_LESS) -> None:
-        """``what`` needs it, within ``limit_bytes`` as a policy has them; ``instead``: what to do if there is none."""
+        """``what`` and ``instead`` are user and remedy in a MemoryError; ``limit_bytes`` is that of a policy."""
         self.region: Region | None = None
-        self.link: DeviceLink  # of their device
-        self._places: list[_Place] = []  # that are parked, or were the last to be
-        self._is_away = False  # the region has their bytes
+        self.link: DeviceLink  # of the storages' device
+        self._places: list[_Place] = []  # storages to park next, or parked now
+        self._is_away = False  # their bytes are in the region alone
         self._lanes: Lanes
         self._check_room = functools.partial(check_host_memory, limit_bytes=limit_bytes, what=what, instead=instead)
 
     def make_room(self, storages: Sequence[Storage]) -> None:
-        """Choose what is parked next, one or more, and take memory for it, or raise a MemoryError."""
+        """Choose the storages to park next, at least one, and take host memory for them, or raise a MemoryError."""
         device = storages[0].device
         self.link = device_link(device)
         self._lanes = self.link.lanes(serial=False)
@@ -71,13 +71,13 @@ class Parking:
             self._places.append(_Place(storage, storage.nbytes(), needed_bytes))
             needed_bytes += aligned(storage.nbytes())
         if self.region is None or self.region.nbytes < needed_bytes:
-            self.region = None  # before the next is taken: there may not be room for both
+            self.region = None  # frees it first: there may be no room for both
             self._check_room(needed_bytes)
             breaks = range(BREAK_BYTES, needed_bytes, BREAK_BYTES)
             self.region = Region(needed_bytes, device=device, pin=device.type != "cpu", breaks=breaks)
 
     def leave(self) -> None:
-        """Copy them to the region and give back the device's memory, all in the order of the current stream."""
+        """Copy the storages to the region and free their device memory, in the order of the current stream."""
         lanes = self._lanes
         lanes.store.wait(lanes.compute.mark())
         lanes.store.copy(list(self._pieces()))
@@ -90,17 +90,17 @@ class Parking:
             place.storage.resize_(0)
 
     def load(self) -> Mark:
-        """Allocate on the current stream, start copying back, and forget the storages; without room, they stay away."""
+        """Allocate on the current stream, start copying back, and forget the storages; on failure they stay parked."""
         lanes = self._lanes
         if self._is_away:
             try:
                 for place in self._places:
                     place.storage.resize_(place.nbytes)
-                # Work issued to the current stream before may still use the memory that it gets now, and earlier
-                # copies may still use the region.
+                # Earlier work on the current stream may still use the memory that is allocated now, and earlier copies
+                # may still use the region.
                 lanes.load.wait(lanes.compute.mark())
                 lanes.load.copy([(own, host) for host, own in self._pieces()])
-            except BaseException:  # most likely, somebody else still has the memory
+            except BaseException:  # most likely, another program still has the memory
                 self.link.synchronize()
                 self._free()
                 raise
@@ -108,11 +108,11 @@ class Parking:
         return lanes.load.mark()
 
     def wait(self, end: Mark) -> None:
-        """Let the current stream wait for what :meth:`load` has started."""
+        """Make the current stream wait for the copies of :meth:`load`."""
         self._lanes.compute.wait(end)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes in the region, and in the storages that they are of, in pieces that cross no break."""
+        """Yield pieces of the region with the matching pieces of storages; none crosses a break."""
         assert self.region is not None
         for storage, nbytes, begin in self._places:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -124,47 +124,47 @@ class Parking:
 
 # A model --------------------------------------------------------------------------------------------------------------
 
-# Gradients, too: to an optimizer, and to clipping, a parameter without one is to be skipped in silence.
+# Gradients are guarded too: optimizers and clipping skip a parameter without one in silence.
 _ASLEEP = Guard(
     "Asleep",
     "{what}: offload_model() has moved the memory of this model's tensors to the host. Call reload_model(model) first.",
     lets_gradients=False,
 )
 _SLEEP = "_fsdp_offload_sleep"
-"""A model's attribute while it is asleep: what allows its use. In no table: its tensors may refer to the model."""
+"""Attribute of a sleeping model: functions that allow its use. No table has them: they may refer to the model."""
 
 _parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
 
 
 @tells("offload_model(model)")
 def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "offload") -> int:
-    """Move the memory of ``model`` to pinned host memory; a generation engine may have the device then.
+    """Move ``model`` to pinned host memory, so that for example a generation engine can use the device.
 
-    Parameters, buffers and gradients are moved, with everything that shares a storage with them. All tensor objects
-    stay the same, and so do the references that optimizers, ``fully_shard`` and others hold. Until
-    :func:`reload_model`, forwards, state dicts, copies, and anything else that reads or writes these tensors (and so
-    ``optimizer.step()``, ``zero_grad()``, clipping) raise ``RuntimeError``. Not caught are views of them that the
-    caller made, backwards of graphs made before, and CUDA graphs: do not use them meanwhile.
+    Parameters, buffers and gradients are moved, with all tensors that share a storage with them. The tensor objects
+    stay the same, so references that optimizers, ``fully_shard`` and others hold stay valid. Until
+    :func:`reload_model`, every read or write of the tensors raises ``RuntimeError``: forwards, state dicts, copies,
+    ``optimizer.step()``, ``zero_grad()``, clipping. Views that the caller made, backwards of earlier graphs, and CUDA
+    graphs are not caught: do not use them meanwhile.
 
-    When it returns, torch's allocator has the device's memory. For another process or another allocator call
-    ``torch.accelerator.empty_cache()`` next, after ``optimizer.release_states()``. The host memory is one page-locked
-    region of exactly the bytes to be kept, which later calls use again. Called again while the model is asleep, this
-    does nothing. What a model has on the CPU beside an accelerator, or through ``CPUOffloadPolicy``, stays.
+    When it returns, the device memory is back in torch's allocator. For another process or another allocator, call
+    ``optimizer.release_states()`` and then ``torch.accelerator.empty_cache()``. The host memory is one page-locked
+    region of exactly the bytes to keep, which later calls reuse. A call for a sleeping model does nothing. If the model
+    is on an accelerator or uses ``CPUOffloadPolicy``, its tensors on the CPU stay.
 
     The addresses of the tensors change: capture CUDA graphs again; close CUDA IPC handles in other processes before,
-    and send new ones after waking. Memory that is not torch's to free (received by CUDA IPC, from dlpack or numpy, in
-    shared memory) stays where it is, and so do tensors that are not dense; a warning names them.
+    and send new ones after waking. Memory that torch cannot free (received by CUDA IPC, from dlpack or numpy, in shared
+    memory) stays where it is, and so do tensors that are not dense; a warning names them.
 
     Args:
-        model: the whole model or a part of it. Where ``fully_shard`` keeps parameters gathered, they are resharded.
+        model: the whole model or a part of it. Parameters that ``fully_shard`` keeps gathered are resharded.
         gradients: ``"offload"`` keeps them; ``"drop"`` sets them to ``None``, as ``zero_grad()`` does.
 
     Returns:
         Bytes that have left the device.
 
     Raises:
-        TypeError: it is no module.
-        ValueError: ``gradients`` is something else, or the model is on several accelerators.
+        TypeError: ``model`` is no module.
+        ValueError: ``gradients`` has another value, or the model is on several accelerators.
         MemoryError: there is not enough host memory. Nothing has been changed.
         RuntimeError: the driver refuses to page-lock the memory. Nothing has been changed.
     """
@@ -177,7 +177,7 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
         # The root keeps its parameters gathered after a forward without backward.
         module.reshard()
     wait_for_updates(model)
-    # A part of the model, or another model with which it shares parameters, may be asleep already.
+    # A part of the model, or another model that shares its parameters, may be asleep already.
     awake = {name: param for name, param in model.named_parameters() if not _ASLEEP.guards(param)}
     found = [*model.named_parameters(), *model.named_buffers()]
     if gradients == "offload":
@@ -202,12 +202,12 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     # torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or breaks a
     # CUDA context, and torch.save writes a file that lacks the bytes.
     take_off = _ASLEEP.put_on(asleep)
-    # Before fully_shard's own hook, which would be left half way by an error within it.
+    # Before fully_shard's own hook, which an error would interrupt half way.
     modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
     hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
     model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
-    # Any stream may still write the parameters or read them: those of fully_shard, of updates, of the caller. An
-    # interrupt from here on leaves a model that can be woken.
+    # Streams of fully_shard, of updates and of the caller may still read or write the parameters. An interrupt from
+    # here on leaves a model that can be woken.
     parking.link.synchronize()
     parking.leave()
     parking.link.synchronize()
@@ -216,21 +216,21 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
 
 @tells("reload_model(model)")
 def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
-    """Bring back what :func:`offload_model` moved, into the same tensors, bit by bit.
+    """Bring a model back that :func:`offload_model` moved, into the same tensors, with the same bits.
 
-    Device memory is allocated on the current stream, which then waits for the copies; the host does not. What is
-    issued to the current stream afterwards sees the model. Does nothing to a model that is awake.
+    Allocates device memory on the current stream and makes it wait for the copies; the host does not wait. Later work
+    on the current stream sees the model. Does nothing to a model that is awake.
 
     Args:
-        model: what was given to :func:`offload_model`.
-        free_host_memory: give back the pinned memory as well, instead of keeping it for the next sleep. The host waits
-            for the copies then.
+        model: the module that was given to :func:`offload_model`.
+        free_host_memory: free the pinned memory as well, instead of keeping it for the next sleep. The host waits for
+            the copies then.
 
     Raises:
-        TypeError: it is no module.
-        RuntimeError: it is asleep as a part of another model, or has a part that is asleep by itself.
+        TypeError: ``model`` is no module.
+        RuntimeError: the model is asleep as a part of another model, or has a part that is asleep by itself.
         torch.OutOfMemoryError: the device's memory is not free yet (on the CPU a ``RuntimeError``). The model is still
-            asleep, and it can be called again.
+            asleep, and the call can be repeated.
     """
     check_is_module(model, "reload_model")
     check_choices("reload_model", free_host_memory=free_host_memory)
@@ -244,13 +244,13 @@ def reload_model(model: nn.Module, *, free_host_memory: bool = False) -> None:
         parking.wait(parking.load())
         for allow in model.__dict__[_SLEEP]:
             allow()
-        del model.__dict__[_SLEEP]  # last: after an interrupt, another call goes on
+        del model.__dict__[_SLEEP]  # last: after an interrupt, another call continues
     if free_host_memory and model in _parkings:
-        _parkings[model].region = None  # which waits for the device before it lets go of its pages
+        _parkings[model].region = None  # the region waits for the device before it is unmapped
 
 
 def check_is_module(model: object, function: str) -> None:
-    """Refuse what is no module, with a TypeError of ``function``."""
+    """Raise a TypeError that names ``function`` if ``model`` is no module."""
     line = f"{function}(model). Optimizers have offload_states() and reload_states()"
     check_is(model, nn.Module, f"{function}: expected a torch.nn.Module", line)
 
@@ -265,7 +265,7 @@ def _refuse_call(module: nn.Module, args: object) -> None:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors inside; not ``layout.leaves_of``, which drops what Transformer Engine's cache, to come back here."""
+    """List the tensors inside ``tensor``. ``layout.leaves_of`` would drop the cached ones of Transformer Engine."""
     if is_dtensor(tensor):
         return [local_shard(tensor)]
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -284,11 +284,11 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
     return (layer for layer in _layers(tensor) if not _parts(layer))
 
 
-_warn_once = functools.cache(logger.warning)  # a loop sleeps thousands of times
+_warn_once = functools.cache(logger.warning)  # a loop may sleep thousands of times
 
 
 def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[Storage]:
-    """The storages to move, each once; a warning names others."""
+    """List the storages to move, each once, and warn of tensors that have to stay."""
     leaves = [(name, leaf) for name, tensor in found for leaf in _leaves(tensor)]
     at_home = uses_cpu_offload_policy(model) or any(leaf.device.type not in ("cpu", "meta") for _, leaf in leaves)
     movable: dict[int, tuple[str, Storage]] = {}
@@ -305,7 +305,7 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
         if not storage.resizable() or (leaf.device.type == "cpu" and storage.is_shared()):
             left[name] = "its memory is not torch's to free"
             fixed.append(storage)
-        elif storage.nbytes():  # nothing, or asleep as a part of something else
+        elif storage.nbytes():  # else empty, or asleep as a part of another model
             movable[storage._cdata] = (name, storage)
     for key, (name, storage) in list(movable.items() if fixed else ()):
         if any(_overlap(storage, other) for other in fixed):
@@ -324,11 +324,11 @@ def _overlap(one: Storage, other: Storage) -> bool:
     return one.device == other.device and begin < other.data_ptr() + other.nbytes() and other.data_ptr() < end
 
 
-# What an optimizer alone uses ----------------------------------------------------------------------------------------
+# Masters of an optimizer --------------------------------------------------------------------------------------------
 
 
 class _Where(enum.Enum):
-    """Where parked parameters are."""
+    """Place of parked parameters."""
 
     HERE = "on the device"
     LEAVING = "on the device, where they may be used; there is room for them on the host"
@@ -345,14 +345,14 @@ _AWAY = Guard(
 
 
 class ParkedParameters(Parking):
-    """fp32 masters that a framework copies into its model: only the optimizer's step uses them, and they leave with it.
+    """fp32 masters that a framework copies into its model. Only the optimizer uses them, so they leave with its state.
 
-    They may be used until they are released: Megatron copies masters into the buffers of MXFP8 parameters between the
-    two calls. Afterwards gradients may be set; whatever else is done with the tensors themselves raises.
+    They can be used until :meth:`release`: Megatron copies masters into the buffers of MXFP8 parameters between
+    :meth:`offload` and that. Afterwards gradients may be set; any other use of the tensors raises.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
-        """Each of ``params`` has a storage of its own; ``limit_bytes`` of host memory may be taken."""
+        """Each of ``params`` has a storage of its own; ``limit_bytes``: limit of the host memory."""
         super().__init__("offload_states(), for fp32 masters,", limit_bytes)
         self.params = list(params)
         self._loaded: Mark | None = None
@@ -370,14 +370,14 @@ class ParkedParameters(Parking):
             self._where = _Where.LEAVING
 
     def release(self) -> None:
-        """Move them to the host, in the order of the current stream."""
+        """Move the parameters to the host, in the order of the current stream."""
         if self._where is _Where.LEAVING and self._has_room():
             layers = (layer for param in self.params for layer in (param, local_shard(param)))
             self._take_off_guard, self._where = _AWAY.put_on(layers), _Where.AWAY  # an interrupt leaves them guarded
             self.leave()
 
     def reload(self) -> None:
-        """Start bringing them back, or raise an OutOfMemoryError; :meth:`settle` comes before their use."""
+        """Start bringing the parameters back, or raise an OutOfMemoryError. Call :meth:`settle` before their use."""
         if self._where is _Where.AWAY:
             self._loaded = self.load()
             self._where = _Where.COMING
@@ -385,7 +385,7 @@ class ParkedParameters(Parking):
             self._where = _Where.HERE
 
     def settle(self) -> None:
-        """The current stream is about to use them: what has been reloaded is there, and may be used."""
+        """Make the current stream wait for reloaded parameters, and allow their use."""
         if self._where is _Where.COMING:
             assert self._loaded is not None, "reload() has set it"
             self.wait(self._loaded)
@@ -397,14 +397,14 @@ class ParkedParameters(Parking):
         self.settle()
 
     def free_host_memory(self) -> None:
-        """Give back the region; the host waits for copies from it. Nothing if they are away."""
+        """Free the region once copies from it have ended, unless the parameters are leaving or away."""
         if self._where in (_Where.HERE, _Where.COMING):
             if self._loaded is not None:
                 self._loaded.synchronize()
             self.region = None
 
     def _has_room(self) -> bool:
-        """Looked up each time, as ``param.data = ...`` gives a parameter another storage; False: all are empty."""
+        """Take host memory for the current storages (``param.data = ...`` replaces them); False if all are empty."""
         storages = [local_shard(param).untyped_storage() for param in self.params if owns_its_storage(param)]
         if storages := [storage for storage in storages if storage.nbytes()]:
             self.make_room(storages)

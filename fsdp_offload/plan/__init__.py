@@ -1,4 +1,4 @@
-"""What training will cost in memory and time, before it runs, and which policy to choose."""
+"""Predict the memory and time of a training under each policy, and choose one."""
 
 from typing import TYPE_CHECKING
 
@@ -23,5 +23,5 @@ if TYPE_CHECKING:
     from .machine import Machine, builtin_machines, machine_of
     from .model import Model, builtin_models, model_of
     from .training import Training
-else:  # a type checker would take any name for one that this finds
+else:  # hidden from type checkers, which would accept any name
     __getattr__, __dir__ = names_later(__name__, __all__, ("machine", "training", "model", "forecast"))

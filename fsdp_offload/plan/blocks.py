@@ -1,7 +1,7 @@
-"""Device memory for what is offloaded: the blocks that attaching makes, by the functions that make them.
+"""Device memory for offloaded state and parameters: the blocks that attaching makes, by the same functions.
 
-What ``device_bytes="auto"`` takes beyond them is learnt in training; here by the same :class:`~..core.room.Room`, from
-iterations whose waits are estimated.
+In training, ``device_bytes="auto"`` learns how many more to take; here the same :class:`~..core.room.Room` learns it
+from iterations whose waits are estimated.
 """
 
 import itertools
@@ -15,15 +15,11 @@ from ..device.arena import aligned
 from ..policy import OffloadPolicy
 from .memory import Sizes
 
-MOST_READINGS = 100  # until "auto" has taken what there is, if compute still waits
+MOST_READINGS = 100  # after which "auto" takes no more, even if compute still waits
 
 
 class Blocks:
-    """Buckets of state, groups of parameters and the blocks of both (``pools``), of the first rank.
-
-    ``uses`` counts updates of buckets in an iteration, and gathers of parameters on the host; ``kept_state`` and
-    ``kept_params`` are bytes that stay on the device; where it ``learns``, "auto" takes more if compute waits.
-    """
+    """Buckets of state, groups of parameters, and the blocks of both (``pools``), on the first rank."""
 
     def __init__(self, policy: OffloadPolicy, sizes: Sizes) -> None:
         self.policy = policy
@@ -45,7 +41,7 @@ class Blocks:
             theirs = tuple(dict.fromkeys(together[piece.shard] for piece in one.ranges))
             state = Item(f"state {number}", one.nbytes)
             buckets.append(Bucket(number, state, theirs, tuple(weights[group] for group in theirs)))
-        self.uses = len(buckets) + 2 * len(groups) * policy.parameters
+        self.uses = len(buckets) + 2 * len(groups) * policy.parameters  # updates, and gathers from the host
         self._state = [bucket.state for bucket in buckets if bucket.state.nbytes]
         self._weights = [item for item in weights if item.nbytes]
         self.host_bytes = homes.nbytes + sum(item.nbytes for item in weights)
@@ -53,7 +49,7 @@ class Blocks:
         joins = policy.updates_in_backward
         self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit, joins=joins)
         share_out(self.pools, limit)
-        self.learns = limit is None and policy.moves_beside_model
+        self.learns = limit is None and policy.moves_beside_model  # "auto" takes more blocks if compute waits
         self._gives_way = limit is None and policy.updates_in_backward
         self._choose_kept()
 
@@ -64,27 +60,28 @@ class Blocks:
 
     @property
     def passing_bytes(self) -> int:
-        """Those through which state passes."""
+        """Device memory of the blocks through which state passes."""
         return sum(min(pool.transit, pool.count) * pool.nbytes for pool in _pools_of(self._state))
 
     @property
     def leaving_bytes(self) -> int:
-        """Those of state that leave at the model's own peak: all but those of kept items."""
+        """Device memory of state's blocks that are freed at the model's own peak: all but those of kept items."""
         return sum(pool.passing * pool.nbytes for pool in _pools_of(self._state)) * self._gives_way
 
     @property
     def turning_bytes(self) -> int:
-        """Parameters that a forward leaves in blocks, and the backward finds there."""
+        """Parameters that a forward leaves in blocks for the backward."""
         return sum(pool.passing * pool.nbytes for pool in _pools_of(self._weights))
 
     def again_bytes(self, room_bytes: Sequence[int]) -> int:
-        """Parameters that leave between update and forward, whose turns have so much room, the root's first.
+        """Return the bytes of parameters that leave the device between their update and the next forward.
 
-        Those of a group stay if they fit, with those of all groups that are used before them.
+        ``room_bytes``: room in each turn of the forward, the root's first. A group's parameters stay if they fit in
+        every turn up to their own, together with those of the groups whose turns come before.
         """
         moving, turning_bytes = [0 if item.kept else item.nbytes for item in self._weights], self.turning_bytes
         for number in range(len(moving)):
-            needed = [*itertools.accumulate(moving[number::-1])][::-1]  # in each turn until its own
+            needed = [*itertools.accumulate(moving[number::-1])][::-1]  # in each turn up to its own
             if any(nbytes > room + turning_bytes for nbytes, room in zip(needed, room_bytes, strict=False)):
                 moving[number] = 0
         return sum(item.nbytes for item in self._weights if not item.kept) - sum(moving)
@@ -92,13 +89,13 @@ class Blocks:
     def _choose_kept(self) -> None:
         choose_kept(self._state)
         choose_kept(self._weights)
-        self.kept_state, self.kept_params = (
+        self.kept_state, self.kept_params = (  # bytes
             sum(item.nbytes for item in items if item.kept) for items in (self._state, self._weights)
         )
 
     def learn(self, read: Callable[[], Reading], free_bytes: Callable[[], int]) -> None:
-        """Take more where compute waits, as training does; ``free_bytes``: what the device has left at the peak."""
-        room, reading = Room.beside(self.pools, [*self._state, *self._weights]), read()
+        """Add blocks while compute waits, as training does; ``free_bytes``: what the device has left at the peak."""
+        room, reading = Room.for_pools(self.pools, [*self._state, *self._weights]), read()
         for _ in range(MOST_READINGS if self.learns else 0):
             if room is None or reading.late_ms <= TOLERATED * reading.iteration_ms:
                 return

@@ -1,4 +1,4 @@
-"""The command ``fsdp-offload plan``: a table for the terminal with what its words mean, or JSON."""
+"""The command ``fsdp-offload plan``: prints a table for the terminal, with its legend if asked, or JSON."""
 
 import json
 import sys
@@ -23,8 +23,8 @@ LEGEND = Path(__file__).with_name("legend.txt")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _MACHINES = f"{', '.join(builtin_machines())}, or a TOML file"
-_BUILTIN = sorted(file.stem for file in (Path(__file__).parent / "models").glob("*.json"))
-_MODELS = f"{', '.join(_BUILTIN)}; a config.json or its folder; or package.module:function for a module."
+_MODELS = ", ".join(sorted(file.stem for file in (Path(__file__).parent / "models").glob("*.json")))
+_MODELS += "; a config.json or its folder; or package.module:function for a module."
 
 
 @app.command(
@@ -37,7 +37,7 @@ def main(
     tokens_per_step: Annotated[int, typer.Option(help="Of all ranks together.")],
     machine: Annotated[str | None, typer.Option(help=f"{_MACHINES}; else the GPU that is here.")] = None,
     ranks: Annotated[int, typer.Option(help="Devices in all.")] = 1,
-    replicas: Annotated[int, typer.Option(help="Of these, replicas of the model (HSDP).")] = 1,
+    replicas: Annotated[int, typer.Option(help="Replicas of the model among the ranks (HSDP).")] = 1,
     expert_parallel: Annotated[int, typer.Option(help="Ranks among which experts are divided.")] = 1,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     micro_batches: Annotated[int | None, typer.Option(help="Backwards before a step; else what is fastest.")] = None,
@@ -73,7 +73,7 @@ def main(
     if as_json:
         typer.echo(json.dumps(made.as_dict(overlap), indent=1))
     else:
-        # A terminal wraps what it has no room for; rich would cut it.
+        # The terminal wraps long lines; rich would cut them.
         _show(made, Console(width=160, highlight=False, markup=False, soft_wrap=True), overlap, legend=legend)
     if best is None:
         raise typer.Exit(1)

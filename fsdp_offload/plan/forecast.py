@@ -1,4 +1,4 @@
-"""Put together what each policy costs in memory and in time, and choose."""
+"""Forecast the memory and time of each policy, and choose one."""
 
 import json
 import math
@@ -22,13 +22,13 @@ from .timing import Parts, estimate, parts_of
 from .trace import Trace, blocks_of, joined
 from .training import DTYPES, Masters, Training
 
-# Share of the peak that an allocator cannot use. On 150 GB, a Llama with a peak of 131.1 ran as fast as its kernels,
-# and reserved 147.7; one with 137.3 took 9 % longer, as its allocator gave memory back and took it again.
+# Share of the peak that an allocator cannot use. On 150 GB, a Llama with a peak of 131.1 GB ran as fast as its kernels,
+# and reserved 147.7 GB; one with 137.3 GB took 9 % longer, as its allocator freed memory and allocated it again.
 SLACK = 0.12
-RESERVE = 0.05  # share of a device that "auto" leaves free: as fsdp_offload/device/lanes.py has it
-MOST_OF_HOST = 0.8  # may be pinned: the rest is for the processes, the data and the page cache
-SAME = 1.01  # estimates do not tell closer ones apart
-MORE_RANKS = (2, 4, 8)  # times as many, which are tried if nothing fits
+RESERVE = 0.05  # share of a device that "auto" leaves free, as in fsdp_offload/device/lanes.py
+MOST_OF_HOST = 0.8  # share that may be pinned: the rest is for processes, data and the page cache
+SAME = 1.01  # ratio of times below which estimates cannot tell two policies apart
+MORE_RANKS = (2, 4, 8)  # multiples of the ranks to try if nothing fits
 RECOMPUTING = Path(__file__).with_name("recomputing.txt").read_text(encoding="utf-8")
 
 Recomputed = Literal["auto", "none", "full"] | int
@@ -40,17 +40,17 @@ class Forecast:
 
     policy: OffloadPolicy | None  # None is training without offload
     micro_batches: int
-    recomputed: int  # blocks, the first ones of the model
+    recomputed: int  # number of blocks, the first ones of the model
     device: DeviceMemory
-    needed_bytes: int  # what a device has to have: the peak, the driver's share, and what the allocator cannot use
+    needed_bytes: int  # of a device: the peak, the driver's share, and what the allocator cannot use
     host_bytes: int  # pinned memory of one rank
     host_bytes_per_host: int
     resident_bytes: int  # state that stays on the device, with its parameters if they would live on the host
     iteration_ms: float
     tokens_per_s: float  # of all ranks
-    limit: str  # what decides how long it takes: compute, gathers, the link, or launches of the host
-    why_not: str  # what does not fit: "device: ..." or "host: ..."; empty if everything does
-    lines: str  # what to write
+    limit: str  # the bottleneck: compute, gathers, the link, or launches of the host
+    why_not: str  # the memory that is too small: "device: ..." or "host: ..."; empty if the policy fits
+    lines: str  # the code to write for the policy
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have the memory."""
+        """Tell whether device and host have the memory."""
         return not self.why_not
 
 
@@ -71,29 +71,29 @@ class Plan:
     """Costs of each policy for one training on one machine."""
 
     model: Model
-    training: Training  # in as few micro-batches as were tried
+    training: Training  # with the smallest number of micro-batches that was tried
     machine: Machine
     blocks: int  # that may be recomputed
     parts: Parts  # of an iteration without offload
-    ideal_ms: float  # of an iteration without offload, and nothing recomputed, whether it fits or not
+    ideal_ms: float  # of an iteration without offload or recomputation, even if it does not fit
     forecasts: tuple[Forecast, ...]  # one for each policy, training without offload first
     asked: dict[str, Any] = field(repr=False)  # arguments of :func:`plan`
 
     def best(self, overlap: OverlapKind | None = None) -> Forecast | None:
-        """Choose the fastest policy that fits, of those with the ``overlap`` that the loop allows, if any does.
+        """Choose the fastest policy that fits, with at most the ``overlap`` that the loop allows.
 
-        Without one, "forward" if gradients are clipped, as updates in the backward need a loop that clips by
-        ``fsdp_offload.clip_grad_norm_``, and "iteration" if they are not.
+        ``None`` allows "forward" if gradients are clipped, since updates in the backward need a loop that clips by
+        ``fsdp_offload.clip_grad_norm_``, and otherwise "iteration".
         """
         fitting = [one for one in self._allowed(overlap) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
-        # With parameters on the host, the link has more to do that may come late.
+        # Of close ones the simplest: with parameters on the host, more transfers may be late.
         close.sort(key=lambda one: (one.policy is not None and 1 + one.policy.parameters, one.needed_bytes))
         return close[0] if close else None
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
-        """Say why a row that is faster than the best, or does not fit, is not the best; empty if it is neither."""
+        """Say why a row is not the best although it is faster, or why it does not fit; empty for other rows."""
         line = "[plan.passed_over(one, overlap) for one in plan.forecasts]"
         check_is(one, Forecast, "passed_over: expected one of the plan's forecasts first", line)
         best = self.best(overlap)
@@ -108,7 +108,7 @@ class Plan:
         return f"loop: --overlap {overlap} does not allow it"
 
     def offload(self, overlap: OverlapKind | None = None) -> Forecast | None:
-        """Choose the best policy with offload that fits; the fastest if training without it is best."""
+        """Choose the best policy with offload that fits; if training without offload is best, the fastest."""
         best, others = self.best(overlap), [one for one in self._allowed(overlap) if one.policy and one.fits]
         return best if best and best.policy else min(others, key=lambda one: one.iteration_ms, default=None)
 
@@ -129,20 +129,20 @@ class Plan:
         return "Plain training and offload are level, within 1 %."
 
     def changes(self, one: Forecast) -> str:
-        """Say what a row does beside its policy."""
+        """Describe the recomputed blocks and micro-batches of a row."""
         blocks = {0: "nothing", self.blocks: f"all {self.blocks} blocks"}
         recomputed = blocks.get(one.recomputed, f"{one.recomputed} of {self.blocks} blocks")
         return f"{recomputed} recomputed and {one.micro_batches} micro-batch{'es' * (one.micro_batches > 1)}"
 
     def lines_to_recompute(self, overlap: OverlapKind | None = None) -> str:
-        """Write the code that recomputes blocks in the best run and in the other; empty where neither does."""
+        """Write the code that recomputes blocks in the rows that are shown; empty if none does."""
         rows = [one for one in (self.best(overlap), self.forecasts[0], self.offload(overlap)) if one and one.fits]
         others = [f"  # {one.recomputed} with {one.name}" for one in rows if one.recomputed != rows[0].recomputed]
         is_any = any(one.recomputed for one in rows)
         return f"recomputed = {rows[0].recomputed}{''.join(others)}\n{RECOMPUTING.rstrip()}" if is_any else ""
 
     def hiding_tokens(self, *, parameters: bool = False) -> int:
-        """Return the tokens of a GPU in a step behind which all transfers hide: behind one of its micro-batches."""
+        """Return the tokens of a GPU in a step with which one micro-batch hides all transfers."""
         state = sum(group.state_bytes for group in self.parts.groups)
         params = sum(group.parameter_bytes for group in self.parts.groups)
         copies_ms = self.parts.copy_ms(state + 2 * params * parameters, state + params * parameters)
@@ -150,34 +150,30 @@ class Plan:
         return int(self.training.tokens_per_step / self.training.ranks * copies_ms / passes_ms)
 
     def what_would_fit(self, overlap: OverlapKind | None = None) -> str:
-        """Name the memory that would be enough, and the cheapest change of the training with which something fits."""
+        """Name the memory that would be enough, and the cheapest change of the training that makes a policy fit."""
         least = min(self._allowed(overlap), key=lambda one: one.needed_bytes)
         host_gb = least.host_bytes_per_host / MOST_OF_HOST / 1e9
         device_gb, here = least.needed_bytes / 1e9, self.machine
         found = f"{least.name} would, with {device_gb:.1f} GB of each device ({here.memory_gb:.1f} GB here) and "
         found += f"{host_gb:.0f} GB of each host ({here.host_gb:.0f} GB here). "
-        for changes in self._remedies():
+        # Changes of the arguments, the cheapest first: each alone, then together, then more ranks.
+        alone: list[dict[str, Any]] = [{"micro_batches": None}] * (self.asked["micro_batches"] is not None)
+        alone += [{"clip": False}] * self.training.clip
+        alone += [{"checkpointing": "auto"}] * (self.asked["checkpointing"] not in ("auto", "full"))
+        together = [dict(ChainMap(*alone[:count])) for count in range(2, 1 + len(alone))]
+        ranks, tokens, both = self.training.ranks, self.training.tokens_per_step, ([], alone)[: 1 + bool(alone)]
+        more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
+        for changes in (*alone, *together, *(dict(ChainMap(one, *also)) for one in more for also in both)):
             made = plan(self.model, **{**self.asked, "machine": self.machine, **changes})
             if best := made.best(overlap):
                 words = {"micro_batches": f"micro-batches {best.micro_batches}", "clip": "no-clip"}
                 words |= {"checkpointing": f"checkpointing {best.recomputed}", "ranks": f"ranks {made.training.ranks}"}
                 words["tokens_per_step"] = f"tokens-per-step {made.training.tokens_per_step}"
                 options = " ".join(f"--{text}" for name, text in words.items() if name in changes)
-                more = f"{best.iteration_ms:,.0f} ms, {100 * (best.iteration_ms / self.ideal_ms - 1):.0f} % more than"
-                price = f"{best.name}, {made.changes(best)}: {more} plain training with memory for all"
+                excess = f"{best.iteration_ms:,.0f} ms, {100 * (best.iteration_ms / self.ideal_ms - 1):.0f} % more than"
+                price = f"{best.name}, {made.changes(best)}: {excess} plain training with memory for all"
                 return f"{found}What fits: {options} ({price})."
         return f"{found}{MORE_RANKS[-1]} times the ranks are not enough: fewer tokens or more ranks are."
-
-    def _remedies(self) -> list[dict[str, Any]]:
-        """List changes of what was asked, the cheapest first: each alone, then together, then more ranks."""
-        alone: list[dict[str, Any]] = [{"micro_batches": None}] * (self.asked["micro_batches"] is not None)
-        alone += [{"clip": False}] * self.training.clip
-        alone += [{"checkpointing": "auto"}] * (self.asked["checkpointing"] not in ("auto", "full"))
-        ranks, tokens = self.training.ranks, self.training.tokens_per_step
-        more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
-        together = [dict(ChainMap(*alone[:count])) for count in range(2, 1 + len(alone))]
-        both = ([], alone)[: 1 + bool(alone)]
-        return [*alone, *together, *(dict(ChainMap(one, *also)) for one in more for also in both)]
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
@@ -187,7 +183,7 @@ class Plan:
         return [one for one in self.forecasts if one.policy is None or one.policy.overlap in allowed]
 
     def as_dict(self, overlap: OverlapKind | None = None) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the plan as plain values, for JSON."""
         best, policies = self.best(overlap), []
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
         names |= {"verdict": self.verdict(overlap), "blocks": self.blocks, "ideal_ms": self.ideal_ms}
@@ -210,17 +206,17 @@ def plan(
     policies: Sequence[OffloadPolicy] | None = None,
     **training: Any,
 ) -> Plan:
-    """Say what training will cost in memory and time, before it runs.
+    """Predict the memory and time of a training under each policy.
 
     Args:
         model: see :func:`model_of`.
         tokens_per_step: of all ranks together.
         machine: see :func:`machine_of`.
-        device_gb: of a device that may be used, if not all of it.
-        link_gb_per_s: what pinned copies reach one way on your host, if it is not what the machine says.
-        micro_batches: backwards before one step; ``None``: what is fastest.
-        checkpointing: how many blocks are recomputed, the first ones; ``"none"``, ``"full"``, or what is fastest.
-        policies: to compare with no offload; ``None``: :func:`candidates`.
+        device_gb: memory of a device that may be used, if not all of it.
+        link_gb_per_s: rate of pinned copies, one way, on your host, if it differs from the machine's.
+        micro_batches: backwards before one step; ``None``: the fastest number.
+        checkpointing: number of recomputed blocks, the first ones, or ``"none"`` or ``"full"``; ``"auto"``: the best.
+        policies: policies to compare with no offload; ``None``: :func:`candidates`.
         training: the other fields of :class:`Training`.
     """
     line = "plan(model, tokens_per_step=..., policies=[OffloadPolicy()])"
@@ -249,19 +245,18 @@ def plan(
                 break  # more micro-batches would gain nothing
     state, params = cases[0].sizes.state, sorted(cases[0].sizes.params)
     tried = candidates(state, params[len(params) // 2]) if policies is None else policies
-    rows = [min((case.fastest(policy) for case in cases), key=_preference) for policy in (None, *tried)]
+
+    def preference(one: Forecast) -> tuple[bool, float]:
+        return not one.fits, one.iteration_ms if one.fits else one.needed_bytes
+
+    rows = [min((case.fastest(policy) for case in cases), key=preference) for policy in (None, *tried)]
     (first,) = [one for one in cases if one.training.micro_batches == rows[0].micro_batches]
     parts, ideal_ms = first.of(rows[0].recomputed)[1], cases[0].forecast(None, 0).iteration_ms
     return Plan(of, cases[0].training, there, len(first.blocks), parts, ideal_ms, tuple(rows), asked)
 
 
-def _preference(one: Forecast) -> tuple[bool, float]:
-    """Order rows: the fastest that fits, else the one that needs least."""
-    return not one.fits, one.iteration_ms if one.fits else one.needed_bytes
-
-
 class _Case:
-    """A training in micro-batches of one size, of whose ``blocks`` one of ``counts`` are recomputed, the first ones."""
+    """A training with one number of micro-batches; ``counts``: numbers of ``blocks`` to recompute, the first ones."""
 
     def __init__(self, model: Model, training: Training, machine: Machine, checkpointing: Recomputed) -> None:
         self.training, self._machine, self.sizes = training, machine, Sizes.of(model.shapes(), training)
@@ -276,14 +271,14 @@ class _Case:
         self._known: dict[int, tuple[Trace, Parts]] = {}
 
     def of(self, recomputed: int) -> tuple[Trace, Parts]:
-        """The trace with so many blocks recomputed, and the parts of its iteration."""
+        """Return the trace with ``recomputed`` blocks recomputed, and the parts of its iteration."""
         if recomputed not in self._known:
             trace = joined(self._traces[0], self._traces[1], self.blocks[:recomputed])
             self._known[recomputed] = trace, parts_of(self.sizes, trace, self.training, self._machine)
         return self._known[recomputed]
 
     def forecast(self, policy: OffloadPolicy | None, recomputed: int) -> Forecast:
-        """Forecast a policy with so many blocks recomputed."""
+        """Forecast a policy with ``recomputed`` blocks recomputed."""
         sizes, training, machine, (trace, parts) = self.sizes, self.training, self._machine, self.of(recomputed)
         curve, constant = curve_of(sizes, trace, training), {"workspace": WORKSPACE_BYTES}
         constant |= {"other": training.other_device_bytes, "parameters": sum(sizes.params)}
@@ -299,8 +294,8 @@ class _Case:
                 lasting = {"blocks": blocks.nbytes - blocks.leaving_bytes}
                 return curve.with_blocks(constant | lasting, blocks.leaving_bytes)
 
-            # In the first steps, in which no update runs in the backward, all gradients are there, unless they do not
-            # fit. Clipping may change them, and those of all but one micro-batch are alive until the last backward.
+            # The first steps do not update in the backward, and keep all gradients, unless these do not fit. Gradients
+            # that clipping may change stay until step(), and those of several micro-batches until the last backward.
             first, frees = memory(curve), policy.parameters and policy.updates_in_backward
             if frees and not training.clip and training.micro_batches == 1:
                 curve = curve_of(sizes, trace, training, frees=True)
@@ -309,7 +304,7 @@ class _Case:
             device = first if device.peak_bytes < first.peak_bytes <= room_bytes else device
         host_bytes = 0 if blocks is None else blocks.host_bytes
         if policy is not None and policy.updates_in_backward and training.clip:
-            host_bytes += sizes.state + sum(sizes.params)  # of before the updates, which the norm may take back
+            host_bytes += sizes.state + sum(sizes.params)  # copies from before the updates, for rolling back
         per_host = host_bytes * min(training.ranks, machine.devices_per_host)
         needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
         if needed_bytes > machine.device_bytes:
@@ -333,9 +328,9 @@ class _Case:
         )
 
     def fastest(self, policy: OffloadPolicy | None) -> Forecast:
-        """Find the number of recomputed blocks with which a policy fits and is fastest; else needs least.
+        """Find the number of recomputed blocks with which a policy fits and is fastest, or else needs least.
 
-        Fewer are faster, but where the link is late: then the room and the time of more may help.
+        Fewer blocks are faster unless the link limits: then more of them give it room and time.
         """
         least = bisect_left(self.counts, True, key=lambda count: self.forecast(policy, count).fits)
         if least == len(self.counts):
@@ -347,9 +342,9 @@ class _Case:
 
 
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:
-    """List the policies to compare for so much state, and for so many bytes of parameters in a usual group.
+    """List the policies to compare for ``state_bytes`` of state and ``group_bytes`` of parameters in a usual group.
 
-    Each with the least ``device_bytes`` that moves state in few operations, and with "auto".
+    Each policy with the least ``device_bytes`` that moves state in few operations, and with "auto".
     """
     for name, value in dict[str, Any](state_bytes=state_bytes, group_bytes=group_bytes).items():
         if not isinstance(value, int) or value < 0:
@@ -370,7 +365,7 @@ def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, .
 
 
 def lines_to_write(policy: OffloadPolicy | None, masters: Masters = "none") -> str:
-    """The code of a policy; no offload needs none, unless masters are wanted."""
+    """Return the code for a policy and masters; empty without both."""
     lines = [] if masters == "none" else [f'add_masters(optimizer, "{masters}")']
     if policy is not None:
         texts = []

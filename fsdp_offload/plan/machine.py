@@ -1,4 +1,4 @@
-"""What a machine can do: the tables of ``machines.toml``, each number with its source."""
+"""Rates and sizes of machines, from the tables of ``machines.toml``, each number with its source."""
 
 import tomllib
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ class Machine:
     network_gb_per_s: float  # the same between hosts
     devices_per_host: int
     host_gb: float
-    host_gb_per_s: float  # at which the host's memory serves a GPU's copies, both ways added, while others' wait
-    two_way: float = 1.831  # copies both ways at once, beside one way: as on the H200
-    die_gb_per_s: float = 4100.0  # what no faster memory speeds up: as on the H200, and on the H100, which has its die
-    launch_us: float = 6.6  # what the host needs to launch one kernel: as on the H200's host
-    contention: float = 0.025  # by which copies and computation slow each other down: see below
+    host_gb_per_s: float  # of the host's memory, for the copies of its GPUs, both ways added
+    two_way: float = 1.831  # rate of copies both ways at once, divided by that of one way: as on the H200
+    die_gb_per_s: float = 4100.0  # limit of the die with any memory: as on the H200, and on the H100, which has its die
+    launch_us: float = 6.6  # time of the host for launching one kernel: as on the H200's host
+    contention: float = 0.025  # share by which copies and computation slow each other down: see below
 
     @property
     def device_bytes(self) -> int:
@@ -36,9 +36,9 @@ class Machine:
         return int(self.memory_gb * 1e9)
 
     def two_way_gb_per_s(self, ranks: int) -> float:
-        """Return the rate of a GPU's copies, both ways added, while as many of ``ranks`` as a host has copy as well.
+        """Return the rate of a GPU's copies, both ways added, while all of ``ranks`` on its host copy.
 
-        Each passes its own link, and waits in front of the host's memory for those of the others.
+        Each GPU has its own link, and waits at the host's memory for the copies of the others.
         """
         others = min(ranks, self.devices_per_host) - 1
         return 1 / (1 / (self.two_way * self.link_gb_per_s) + others / self.host_gb_per_s)
@@ -55,21 +55,21 @@ DETERMINISTIC = {"attention": 0.40, "attention_backward": 0.29}  # the latter of
 MULTIPROCESSORS = 132
 FP32 = 0.746  # of any product
 HBM = 0.854  # of the memory's rate
-UPDATE = 0.75  # the same, of a fused optimizer
-UNEVEN = 0.65  # of the die's: kernels that reduce or rearrange, copies of fully_shard
+UPDATE = 0.75  # of the memory's rate, for a fused optimizer
+UNEVEN = 0.65  # of the die's rate: kernels that reduce or rearrange, copies of fully_shard
 KERNEL_US = 3.0  # launch and tail of each kernel in a full queue
-GATHER_CONTENTION = 0.025  # computation beside gathers and reductions; beside copies, "contention": the median of 15
-# settled rows beside plain ones, from -2 to 6 %, in the records of GPTs and Llamas from 2026-11-25 to 2026-11-29.
+GATHER_CONTENTION = 0.025  # slows computation during gathers and reductions; "contention" during copies: the median of
+# 15 settled rows against plain ones, from -2 to 6 %, in the records of GPTs and Llamas from 2026-11-25 to 2026-11-29.
 CONTEXT_BYTES, WORKSPACE_BYTES = 700_000_000, 64 << 20  # driver and NCCL; cuBLAS
 
 
 def builtin_machines() -> dict[str, Machine]:
-    """The tables of ``machines.toml`` by name."""
+    """Read the tables of ``machines.toml``, by name."""
     return _read(MACHINES)
 
 
 def machine_of(machine: "Machine | str | Path | None") -> Machine:
-    """Find out what is meant: a built-in name, or a TOML file with one machine; ``None``: the GPU that is here."""
+    """Return a machine by its built-in name, from a TOML file with one table, or (``None``) of this host's GPUs."""
     check_is(machine, Machine | str | Path | None, "machine must be a name, a TOML file or a Machine", 'machine="H200"')
     if machine is None:
         return _here()
@@ -88,7 +88,7 @@ def machine_of(machine: "Machine | str | Path | None") -> Machine:
 
 def _here() -> Machine:
     """Find the table of this host's GPUs, with the memory that GPU and host have."""
-    import torch  # here, as --help does not wait for it
+    import torch  # here, so that --help does not wait for it
 
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     words = set(name.replace("RTX ", "RTX").replace("-", " ").split())

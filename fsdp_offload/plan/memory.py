@@ -1,13 +1,13 @@
-"""Bytes by place: the device's peak with its terms, and the host's. Pure arithmetic on shapes and a trace.
+"""Device memory in each part of an iteration, and the peak with its terms. Pure arithmetic on shapes and a trace.
 
-What ``fully_shard`` has on the device beside the shards, by turn of its groups (W shards, more than one)::
+In addition to the shards, ``fully_shard`` has on the device, by turn of its groups (with more than one shard)::
 
     forward of a group    its gathered parameters, and the flat buffer they came in, until the next group has its own
     backward of a group   its gathered parameters, the flat buffer of the group that comes next, and the gradients of
                           the group before it, on their way into the reduction
-    all the while         the root's gathered parameters, and in the backward the shards of the gradients so far
+    all the time          the root's gathered parameters, and in the backward the shards of the gradients so far
 
-With one shard nothing is gathered, but parameters are still copied to their compute dtype.
+With one shard nothing is gathered, but parameters are still cast to their compute dtype.
 """
 
 import math
@@ -20,19 +20,19 @@ from ..core.curve import LASTING_POINTS
 from .trace import Trace
 from .training import DTYPES, Training
 
-GRADIENTS_BEHIND = 5  # groups whose gradients exist, if updates free them in the backward: at work, and four behind
+GRADIENTS_BEHIND = 5  # groups with gradients at a time, if updates in the backward free them: one, and four behind it
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The most that is allocated on a device: terms that add up to it, and the part of the iteration with the peak."""
+    """Peak of a device's memory: the terms that add up to it, and the part of the iteration in which it is reached."""
 
     terms: Mapping[str, int]
     when: str
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The peak that ``max_memory_allocated`` would say."""
+        """The peak, as ``max_memory_allocated`` reports it."""
         return sum(self.terms.values())
 
 
@@ -48,23 +48,15 @@ class Sizes:
 
     @staticmethod
     def of(shapes: Sequence[Sequence[tuple[int, ...]]], training: Training) -> "Sizes":
-        """Compute them from the shapes of each group's parameters."""
-        itemsize, shards = DTYPES[training.dtype].itemsize, training.shards
-        numels = tuple(
-            tuple(-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in group) for group in shapes
-        )
-        # Experts are the parameters with three dimensions: those of other ranks are not gathered.
-        copies = [
-            [shards // (training.expert_parallel if len(shape) == 3 else 1) for shape in group] for group in shapes
-        ]
-        whole = [sum(map(operator.mul, *pair)) for pair in zip(numels, copies, strict=True)]
-        return Sizes(
-            numels=numels,
-            itemsize=itemsize,
-            state_itemsizes=training.state_itemsizes(),
-            params=tuple(itemsize * sum(group) for group in numels),
-            gathered=tuple(DTYPES[training.compute_dtype].itemsize * numel for numel in whole),
-        )
+        """Compute the sizes from the shapes of each group's parameters."""
+        itemsize, shards, numels, gathered = DTYPES[training.dtype].itemsize, training.shards, [], []
+        for group in shapes:
+            numels.append(tuple(-(-shape[0] // shards) * math.prod(shape[1:]) if shape else 1 for shape in group))
+            # Experts are the parameters with three dimensions: those of other ranks are not gathered.
+            copies = [shards // (training.expert_parallel if len(shape) == 3 else 1) for shape in group]
+            gathered.append(DTYPES[training.compute_dtype].itemsize * sum(map(operator.mul, numels[-1], copies)))
+        params = tuple(itemsize * sum(group) for group in numels)
+        return Sizes(tuple(numels), itemsize, training.state_itemsizes(), params, tuple(gathered))
 
     @property
     def state(self) -> int:
@@ -74,10 +66,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Curve:
-    """Follows what a model has on the device in each part of its iteration, of which ``step()`` is the last."""
+    """Device memory of a model in each part of its iteration, of which ``step()`` is the last."""
 
     moments: tuple[DeviceMemory, ...]
-    updates: tuple[bool, ...]  # whether updates may run in each, where those of the backward do
+    updates: tuple[bool, ...]  # by moment: updates may run then, if the policy updates in the backward
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -85,13 +77,14 @@ class Curve:
         return max(one.peak_bytes for one in self.moments)
 
     def room_bytes(self, phase: str) -> list[int]:
-        """Return what the model leaves free below its own peak, in each moment of a phase."""
+        """Return what the model leaves free below its own peak, by moment of ``phase``."""
         return [self.peak_bytes - one.peak_bytes for one in self.moments if one.when.startswith(phase)]
 
     def with_blocks(self, resident: Mapping[str, int], passing_bytes: int = 0) -> DeviceMemory:
-        """Find the moment in which most is allocated, with what is ``resident`` in all of them, by name.
+        """Find the peak of the model together with blocks.
 
-        ``passing_bytes``: of blocks that are there where updates need them, and elsewhere below the model's own peak.
+        ``resident``: bytes by name that are there in all moments. ``passing_bytes``: blocks that are there in moments
+        with updates, and elsewhere as far as they fit below the model's own peak.
         """
         found = []
         for one, updates in zip(self.moments, self.updates, strict=True):
@@ -103,9 +96,10 @@ class Curve:
 
 
 def curve_of(sizes: Sizes, trace: Trace, training: Training, *, frees: bool = False) -> Curve:
-    """Compute what a model has on the device; it ``frees`` gradients in the backward, or all in ``step()``."""
+    """Compute the device memory of a model by moment; ``frees``: updates free gradients in the backward."""
     root, shared, moments, updates, done = len(sizes.params) - 1, training.shards > 1, [], [], list[int]()
-    behind = min(LASTING_POINTS, (len(trace) * 3 // 2 + 1) // 8)  # step(), of gathers, reductions, and it
+    points = len(trace) * 3 // 2 + 1  # gathers, reductions and step()
+    behind = min(LASTING_POINTS, points // 8)  # points after step() at which updates may run
     for number, segment in enumerate(trace):
         gathered = sum(sizes.gathered[group] for group in {segment.group, root})
         gradients = sum(sizes.params) if training.micro_batches > 1 else 0  # of the micro-batches before
@@ -114,8 +108,8 @@ def curve_of(sizes: Sizes, trace: Trace, training: Training, *, frees: bool = Fa
             if number + 1 < len(trace) and shared:
                 gathered += sizes.gathered[trace[number + 1].group]  # prefetched
             gradients = gradients or sum(sizes.params[group] for group in done[-GRADIENTS_BEHIND if frees else 0 :])
-            gradients += sizes.gathered[done[-1]] if done else 0  # on its way into the reduction
-            if segment.group != root:  # which is reduced at the very end
+            gradients += sizes.gathered[done[-1]] if done else 0  # being reduced
+            if segment.group != root:  # the root is reduced at the very end
                 done.append(segment.group)
         elif shared:
             gathered += sizes.gathered[segment.group]  # the flat buffer

@@ -1,7 +1,7 @@
-"""A model as a plan sees it: the parameters of each ``fully_shard`` group, and a way to run it on the meta device.
+"""A model to plan for: the parameters of each ``fully_shard`` group, and a way to run it on the meta device.
 
-Where only a config is known, a plain decoder stands for the model. Fused kernels of a framework need less memory than
-its plain torch operations.
+If only a config is given, a plain decoder stands for the model. A framework's fused kernels need less memory than its
+plain torch operations.
 """
 
 import functools
@@ -24,9 +24,9 @@ class Model:
 
     name: str
     module: nn.Module  # usually on the meta device; its values are never read
-    groups: tuple[nn.Module, ...]  # what ``fully_shard`` is applied to, in forward order; the root comes last
+    groups: tuple[nn.Module, ...]  # arguments of ``fully_shard``, in forward order, the root last
     loss: Callable[[nn.Module, Tensor], Tensor]  # of the module, for (sequences, length + 1) token numbers
-    config: Mapping[str, Any] = field(default_factory=dict)  # of which the module was made, by :class:`Decoder`
+    config: Mapping[str, Any] = field(default_factory=dict)  # from which :class:`Decoder` made the module
     _traced: dict[Any, Trace] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -41,11 +41,11 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """Parameters, tied ones once."""
+        """Number of parameters; tied ones count once."""
         return sum(param.numel() for param in self.module.parameters())
 
     def shapes(self) -> list[list[tuple[int, ...]]]:
-        """The shapes of each group's parameters; what several groups have belongs to the first of them."""
+        """Return the shapes of each group's parameters; shared ones belong to the first group that has them."""
         seen: set[nn.Parameter] = set()
         shapes = []
         for group in self.groups:
@@ -57,7 +57,7 @@ class Model:
     def trace(
         self, sequences: int, length: int, dtype: torch.dtype, recomputes: bool = False, expert_parallel: int = 1
     ) -> Trace:
-        """Trace one micro-batch of one rank; a ``ValueError`` says that it cannot be run on the meta device."""
+        """Trace one micro-batch of one rank; raise a ValueError if the model cannot run on the meta device."""
         part, key = self, (sequences, length, dtype, recomputes, expert_parallel)
         if key in self._traced:
             return self._traced[key]
@@ -77,11 +77,11 @@ class Model:
 
 
 def model_of(model: "Model | nn.Module | str | Path") -> Model:
-    """Find out what is meant.
+    """Make a :class:`Model` of a module, a name or a path.
 
-    A module; the path of a ``config.json``, or of its folder; the name of a built-in config (``builtin_models()``); or
-    ``"package.module:name"`` of a function without arguments that makes a module or a :class:`Model`, with the meta
-    device as default. If the module returns something else than its loss for token numbers, give a :class:`Model`.
+    A name is that of a built-in config (``builtin_models()``), or ``"package.module:name"`` of a function without
+    arguments that makes a module or a :class:`Model`, with the meta device as default. A path is that of a
+    ``config.json`` or its folder. If the module does not return its loss for token numbers, give a :class:`Model`.
     """
     if isinstance(model, Model):
         return model
@@ -92,7 +92,19 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
     if not isinstance(model, str | Path):
         raise ValueError(f"model must be a module, a name or a path; got {type(model).__name__}")
     if ":" not in str(model) or Path(model).exists():
-        return _of_config(str(model))
+        path = {name.lower(): path for name, path in builtin_models().items()}.get(str(model).lower(), Path(model))
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(f"no model {str(model)!r}: built in are {', '.join(builtin_models())}; or give {_CHOICES}")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            with torch.device("meta"):
+                decoder = model_of(Decoder(config if isinstance(config, dict) else {}))
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"model {str(model)!r}: {path} is no JSON ({error}). Give {_CHOICES}.") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"model {str(model)!r}: {path}: {error}") from None
+        return replace(decoder, name=path.resolve().parent.name if path.stem == "config" else path.stem, config=config)
     module, _, name = str(model).partition(":")
     try:
         with torch.device("meta"):
@@ -105,32 +117,15 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
 
 
 def builtin_models() -> dict[str, Path]:
-    """Configs that come with the package: name → file."""
+    """List the configs that come with the package: name → file."""
     return {path.stem: path for path in sorted((Path(__file__).parent / "models").glob("*.json"))}
 
 
-_MODELS = "a config.json, its folder, or package.module:function"
-
-
-def _of_config(model: str) -> Model:
-    path = {name.lower(): path for name, path in builtin_models().items()}.get(model.lower(), Path(model))
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"no model {model!r}: built in are {', '.join(builtin_models())}; or give {_MODELS}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        with torch.device("meta"):
-            decoder = model_of(Decoder(config if isinstance(config, dict) else {}))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"model {model!r}: {path} is no JSON ({error}). Give {_MODELS}.") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"model {model!r}: {path}: {error}") from None
-    name = path.resolve().parent.name if path.stem == "config" else path.stem
-    return replace(decoder, name=name, config=config)
+_CHOICES = "a config.json, its folder, or package.module:function"
 
 
 def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Compute the loss of a module that returns it, or of one of transformers."""
+    """Compute the loss of a module that returns its loss, or of a model of transformers."""
     if hasattr(module, "config") and hasattr(module, "generation_config"):
         inputs = tokens[:, :-1]
         loss: Tensor = module(input_ids=inputs, labels=inputs, use_cache=False).loss
@@ -148,7 +143,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3"),
     *("smollm3", "glm4", "seed_oss", "cohere2", "ernie4_5", "mixtral", "qwen3_moe", "deepseek_v3"),
 )
-"""Values of ``model_type`` for which :class:`Decoder` has as many parameters as transformers' model; tested."""
+"""Values of ``model_type`` for which :class:`Decoder` has as many parameters as the model of transformers; tested."""
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -156,7 +151,7 @@ _COUNTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the fields of a config; a ``ValueError`` says what is missing, or why this is no decoder."""
+    """Complete the fields of a config; raise a ValueError that names missing ones, or says why it is no decoder."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(
@@ -178,9 +173,9 @@ def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Decoder(nn.Module):
-    """RMSNorm, rotary attention, SwiGLU or the experts of one of ``expert_parallel`` ranks, as a ``config.json`` says.
+    """Decoder of a ``config.json``: RMSNorm, rotary attention, SwiGLU or the experts of one rank.
 
-    Returns the loss of the next token for ``(batch, length + 1)`` tokens.
+    Returns the loss of the next token for ``(batch, length + 1)`` tokens. ``expert_parallel`` ranks divide the experts.
     """
 
     def __init__(self, config: Mapping[str, Any], expert_parallel: int = 1) -> None:
@@ -200,7 +195,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean cross entropy."""
+        """Return the mean cross entropy."""
         x = self.embed(tokens[:, :-1])
         for layer in self.layers:
             x = layer(x)
@@ -222,7 +217,7 @@ class _SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Those of a rank, which get equally many tokens each, as in a balanced batch; and one that all tokens pass."""
+    """Experts of one rank, with equally many tokens each, as in a balanced batch; and the one that all tokens pass."""
 
     def __init__(self, config: Mapping[str, Any], count: int) -> None:
         super().__init__()
@@ -247,7 +242,7 @@ class Experts(nn.Module):
         return out if self.shared is None else out + self.shared(x)
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        return x.roll(1, 0) if self.exchanges else x  # which stands for an all-to-all: the trace knows
+        return x.roll(1, 0) if self.exchanges else x  # stands for an all-to-all: the trace counts "roll" as "exchange"
 
 
 class _Layer(nn.Module):
@@ -292,7 +287,7 @@ class _Layer(nn.Module):
 
 
 class _LatentLayer(_Layer):
-    """Queries of all heads come from a narrow vector of each token, and so do keys and values, but for shared parts."""
+    """Latent attention: narrow vectors give the queries, keys and values of all heads, but for a part of the keys."""
 
     def _make_attention(self, config: Mapping[str, Any]) -> None:
         hidden, narrow = config["hidden_size"], config.get("q_lora_rank")

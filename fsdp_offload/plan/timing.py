@@ -1,8 +1,9 @@
-"""Milliseconds: the parts of an iteration, each alone, and what an iteration of each policy takes. Pure arithmetic.
+"""Estimate the parts of an iteration in milliseconds, and from them an iteration under each policy. Pure arithmetic.
 
-Without offload, that is forwards, backwards, clipping and the update. ``"step"`` adds the time by which copies of state
-exceed the update; ``"forward"`` and ``"iteration"`` add the wait of a forward for updates. Parameters on the host add
-the time by which their loads exceed the passes that they are for. A host that launches more slowly sets the pace alone.
+An iteration without offload is forwards, backwards, clipping and the update. ``"step"`` adds the time by which copies
+of state exceed the update; ``"forward"`` and ``"iteration"`` add the time that a forward waits for updates. Parameters
+on the host add the time by which their loads exceed the pass that uses them. If the host needs longer to launch the
+kernels, its time counts instead.
 """
 
 from dataclasses import dataclass
@@ -18,46 +19,46 @@ from .training import DTYPES, Training
 
 
 class Group(NamedTuple):
-    """What a policy may offload of a ``fully_shard`` group, and how much time the link has for it."""
+    """Bytes of a ``fully_shard`` group that a policy may offload, and the time that the link has for them."""
 
     state_bytes: int
     parameter_bytes: int
-    wanted_ms: float  # from the beginning of a forward until it needs the group
-    early_ms: float  # from when the group's gradients are final until the backward ends
+    wanted_ms: float  # from the beginning of a forward to the group's first turn
+    early_ms: float  # from the group's final gradients to the end of the backward
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an iteration in milliseconds, each alone."""
+    """Parts of an iteration in milliseconds, each measured alone."""
 
     forward_ms: float  # of one micro-batch
     backward_ms: float
     micro_batches: int
     update_ms: float
     clip_ms: float
-    one_way: float  # ms for each byte that is copied, and for each in copies both ways at once
-    two_way: float
-    limit: str  # of the passes: compute, or gathers and reductions, which run beside it as far as it lasts
-    launch_ms: float  # what the host needs for all passes, and beside that for each bucket and each group on the host
-    issue_ms: float
-    contention: float  # by which copies and computation slow each other down
+    one_way: float  # ms for each byte that is copied one way
+    two_way: float  # ms for each byte of copies both ways at once
+    limit: str  # of the passes: compute, or gathers and reductions if they take longer
+    launch_ms: float  # the host's time for all passes
+    issue_ms: float  # in addition, for each bucket and each group of parameters on the host
+    contention: float  # share by which copies and computation slow each other down
     groups: tuple[Group, ...]  # in the order of the forward, the root first
 
     @property
     def passes_ms(self) -> float:
-        """All forwards and backwards."""
+        """Time of all forwards and backwards."""
         return self.micro_batches * (self.forward_ms + self.backward_ms)
 
     def copy_ms(self, loaded: int, stored: int) -> float:
-        """So many bytes each way, at once."""
+        """Return the time to copy these bytes in both directions at once."""
         return max(max(loaded, stored) * self.one_way, (loaded + stored) * self.two_way)
 
     def late_ms(self, blocks: Blocks, ahead_bytes: float, loaded_bytes: float) -> float:
-        """How long a forward waits for updates, of the group that is late by most.
+        """Return the time that a forward waits for updates: that of the latest group.
 
-        The link moves the groups in the order of the forward, from when their gradients are final: after the backward,
-        or in it; and, from the beginning of the backward on, in its order. The first ones stay on the device.
-        ``ahead_bytes`` are loaded before the gradients are final, ``loaded_bytes`` by the backward in all.
+        The link moves the groups in the order of the forward once their gradients are final, after the backward or in
+        it. The first ones stay on the device. ``ahead_bytes`` are loaded before the gradients are final,
+        ``loaded_bytes`` in the whole backward, in its order.
         """
         late, before, ms = 0.0, -blocks.kept_state - blocks.kept_params, 2 * (1 + self.contention) * self.two_way
         for group in self.groups:
@@ -71,55 +72,49 @@ class Parts:
 
 
 class Estimate(NamedTuple):
-    """One iteration: the times that training would measure, and what decides them."""
+    """One iteration: the times that training would measure, and what limits them."""
 
     reading: Reading
     limit: str  # compute, gathers, link, or launches
 
 
 def estimate(blocks: Blocks | None, parts: Parts, curve: Curve) -> Estimate:
-    """Estimate an iteration with these blocks beside a model that leaves room; ``None``: without offload."""
-    host_ms = parts.launch_ms
+    """Estimate an iteration with these blocks (``None``: no offload); ``curve`` says what room the model leaves."""
+    host_ms, passes, slower = parts.launch_ms, parts.passes_ms, 1 + parts.contention
     if blocks is None:
-        found = Estimate(Reading(0.0, parts.passes_ms + parts.clip_ms + parts.update_ms), parts.limit)
+        found = Estimate(Reading(0.0, passes + parts.clip_ms + parts.update_ms), parts.limit)
     else:
         state = sum(group.state_bytes for group in parts.groups) - blocks.kept_state
         params = sum(group.parameter_bytes for group in parts.groups) - blocks.kept_params
         params *= blocks.policy.parameters
         host_ms += parts.issue_ms * blocks.uses
         if not blocks.policy.runs_on_into_forward:
-            return _in_step(blocks, parts, state, params, host_ms)
-        found = _beside_passes(blocks, parts, state, params, curve)
-    if host_ms <= found.reading.iteration_ms:  # while the device waits for state, the host goes on
+            # Updates run between backward and forward, loads of parameters during computation.
+            gathers_ms = 2 * parts.micro_batches * params * parts.one_way
+            after_ms = parts.copy_ms(state + params, state + params)
+            if state and not params:  # the first blocks are loaded in the backward
+                after_ms *= 1 - min(1.0, blocks.passing_bytes / state, parts.backward_ms / state / parts.one_way)
+            after_ms = max(parts.update_ms, after_ms)
+            in_step_ms = after_ms - parts.update_ms
+            stalled_ms = max(0.0, slower * gathers_ms - passes) + in_step_ms
+            ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
+            reading = Reading(stalled_ms, ms + parts.clip_ms + after_ms, in_step_ms=in_step_ms)
+            return Estimate(reading, "link" if stalled_ms > 1e-4 * reading.iteration_ms else parts.limit)
+        found = _during_passes(blocks, parts, state, params, curve)
+    if host_ms <= found.reading.iteration_ms:  # the host launches while the device waits for state
         return found
     return Estimate(found.reading._replace(iteration_ms=host_ms), "launches")
 
 
-def _in_step(blocks: Blocks, parts: Parts, state: int, params: int, host_ms: float) -> Estimate:
-    """All updates run between a backward and a forward; gathers load parameters beside computation."""
-    passes, slower = parts.passes_ms, 1 + parts.contention
-    gathers_ms = 2 * parts.micro_batches * params * parts.one_way
-    after_ms = parts.copy_ms(state + params, state + params)
-    if state and not params:  # the first blocks are loaded in the backward
-        after_ms *= 1 - min(1.0, blocks.passing_bytes / state, parts.backward_ms / state / parts.one_way)
-    after_ms = max(parts.update_ms, after_ms)
-    in_step_ms = after_ms - parts.update_ms
-    stalled_ms = max(0.0, slower * gathers_ms - passes) + in_step_ms
-    ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
-    ms += parts.clip_ms + after_ms
-    reading = Reading(stalled_ms, ms, in_step_ms=in_step_ms)
-    return Estimate(reading, "link" if stalled_ms > 1e-4 * ms else parts.limit)
+def _during_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve: Curve) -> Estimate:
+    """Estimate ``"forward"`` and ``"iteration"``: updates run during the forward, or during the backward as well.
 
-
-def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve: Curve) -> Estimate:
-    """Updates run beside the forward, or beside the backward as well.
-
-    Below its own peak, the model leaves room for what is loaded ahead, and for parameters between their update and the
-    next forward. What is not on the device at the peak has to come in the backward.
+    Below its own peak, the model leaves room for loads ahead, and for parameters between their update and the next
+    forward. What is not on the device at the peak is loaded in the backward.
     """
     policy, passes, stored = blocks.policy, parts.passes_ms, state + params
     if policy.updates_in_backward and parts.clip_ms:
-        # What may be taken back is stored although it stays, and the parameters from before beside it.
+        # For rolling back, state that stays is stored as well, and so are the parameters from before.
         stored = sum(group.state_bytes + group.parameter_bytes for group in parts.groups)
     count, slower = parts.micro_batches, 1 + parts.contention
     again = blocks.again_bytes(curve.room_bytes("forward")) * policy.parameters  # loaded in each forward
@@ -136,13 +131,13 @@ def _beside_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
     excess_ms = count * max(0.0, slower * parts.copy_ms(again, 0) - parts.forward_ms)
     excess_ms += others * max(0.0, slower * parts.copy_ms(turned, 0) - parts.backward_ms)
     ms = passes + parts.contention * min(copies_ms, passes) + parts.clip_ms + late_ms + excess_ms
-    ms += parts.update_ms * (1 - min(1.0, late_ms / max(copies_ms, 1e-9)))  # the rest of it is in the wait
+    ms += parts.update_ms * (1 - min(1.0, late_ms / max(copies_ms, 1e-9)))  # late_ms includes the rest
     is_late = late_ms + excess_ms > 0.05 * ms or copies_ms > ms
     return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
 
 
-# The host's time in Python, in launches of a kernel in a plain loop: for a kernel in a model with autograd, a turn of a
-# fully_shard group, and moving and updating a bucket. The first two from two batches of
+# The host's time in Python, in launches of a kernel in a plain loop: for a kernel in a model with autograd, for a turn
+# of a fully_shard group, and for moving and updating a bucket. The first two are from two batches of
 # 2026-11-23-h200x1-plan-auto.jsonl in which the device waited for the host, the last from 2026-11-25-h100-core.txt.
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_USE = 6, 190, 45
 
@@ -151,15 +146,14 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
     """Compute the parts of an iteration."""
     wanted_ms, forward_ms, forward_link_ms = _pass(sizes, trace, training, machine, "forward")
     early_ms, backward_ms, backward_link_ms = _pass(sizes, trace, training, machine, "backward")
-    early_ms[trace[0].group] = 0.0  # the root is reduced at the very end
+    early_ms[trace[0].group] = 0.0  # the root is reduced last
     params, state, count = sum(sizes.params), sizes.state, training.micro_batches
     uneven, update = 1 / _bytes_per_ms(machine)[1], 1e-6 / reached.UPDATE / machine.hbm_gb_per_s
     two_way = machine.two_way_gb_per_s(training.ranks)
-    groups = []
+    groups = list[Group]()
     for group in dict.fromkeys((*wanted_ms, *range(len(sizes.params)))):
-        own = sizes.params[group]
-        own_state = round(state * own / max(1, params))
-        groups.append(Group(own_state, own, wanted_ms.get(group, 0.0), early_ms.get(group, 0.0)))
+        own, times_ms = sizes.params[group], [times.get(group, 0.0) for times in (wanted_ms, early_ms)]
+        groups.append(Group(round(state * own / max(1, params)), own, *times_ms))
     kernels = sum(work.kernels for one in trace for work in one.work.values())
     launches = count * (kernels * _LAUNCHES_OF_KERNEL + len(trace) * _LAUNCHES_OF_TURN)
     return Parts(
@@ -181,7 +175,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
 def _pass(
     sizes: Sizes, trace: Trace, training: Training, machine: Machine, phase: Phase
 ) -> tuple[dict[int, float], float, float]:
-    """When each group's first turn begins (of a backward: ms before its end), the length, and that of its transfers."""
+    """Return when each group's first turn begins (backward: before its end), the pass's time, and its transfers'."""
     gathered, shards = sum(sizes.gathered), training.shards
     link_bytes = (1 if phase == "forward" else 2) * (shards - 1) / shards * gathered  # the gather, and the reduction
     if phase == "backward" and training.replicas > 1:
@@ -199,13 +193,13 @@ def _pass(
 
 
 def _bytes_per_ms(machine: Machine) -> tuple[float, float]:
-    """Return what kernels read and write in order, and what others do: those are slower than the memory may be."""
+    """Return the rates of kernels that read and write in order, and of others, which the die may limit."""
     even = reached.HBM * machine.hbm_gb_per_s * 1e6
     return even, min(even, reached.UNEVEN * machine.die_gb_per_s * 1e6)
 
 
 def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machine) -> float:
-    """Computation of one group's turn, and the copies that ``fully_shard`` makes for it."""
+    """Estimate the computation of one group's turn with the copies that ``fully_shard`` makes for it."""
     shares, peak = reached.SHARES[segment.phase], machine.bf16_tflops * 1e9  # operations per ms
     if training.compute_dtype == "fp32":
         shares, peak = dict.fromkeys(shares, reached.FP32), machine.fp32_tflops * 1e9
@@ -213,18 +207,18 @@ def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machin
     peers = machine.peer_gb_per_s if training.expert_parallel <= machine.devices_per_host else machine.network_gb_per_s
     ms = 0.0
     for kind, work in segment.work.items():
-        if kind == "exchange":  # what is written has come from others, but for a rank's own part
+        if kind == "exchange":  # all but the rank's own part is received from others
             ms += work.nbytes / 2 * (1 - 1 / training.expert_parallel) / peers / 1e6
             continue
         share = shares.get(kind, 1.0)
         if training.deterministic and work.heads:
             share = reached.DETERMINISTIC[kind]
-            if kind == "attention_backward":  # a head is divided only so far that each multiprocessor has a part
+            if kind == "attention_backward":  # heads are divided until each multiprocessor has a part
                 parts = (heads := work.heads / work.kernels) * -(-reached.MULTIPROCESSORS // heads)
                 share *= parts / reached.MULTIPROCESSORS / -(-parts // reached.MULTIPROCESSORS)
         operations_ms = work.flops / share / peak
         bytes_ms = work.nbytes / (uneven if kind == "uneven" else even)
-        # The tiles of a product are read before they are computed and written after, through the caches of the die.
+        # The tiles of a product pass the caches of the die before and after they are computed.
         tiles_ms = work.nbytes / machine.die_gb_per_s / 1e6 if kind == "matmul" else 0.0
         ms += max(operations_ms + tiles_ms, bytes_ms)
         ms += work.kernels * reached.KERNEL_US / 1e3

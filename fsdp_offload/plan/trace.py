@@ -1,7 +1,7 @@
-"""One forward and backward of a model on the meta device: what it allocates, and what its kernels do.
+"""Trace one forward and backward of a model on the meta device: its allocations, and the work of its kernels.
 
-Nothing is computed and nothing of the model's size is allocated. The order of allocations and frees is that of autograd
-on any device: the bytes are those that a caching allocator counts.
+The trace computes nothing and allocates nothing of the model's size. Autograd allocates and frees in the same order on
+every device; the bytes are those that a caching allocator counts.
 """
 
 import copy
@@ -23,25 +23,25 @@ Phase = Literal["forward", "backward"]
 Kind = Literal["matmul", "attention", "attention_backward", "pointwise", "uneven", "exchange"]
 """Kinds of kernels: "pointwise" ones read and write in order and once; "uneven" ones do not; "exchange": all-to-all."""
 
-_ALLOCATION_BYTES = 512  # CUDA's caching allocator hands out multiples of this
+_ALLOCATION_BYTES = 512  # unit of CUDA's caching allocator
 
 
 class Work(NamedTuple):
-    """All kernels of a kind in a segment: their number, operations, and bytes read and written."""
+    """Kernels of one kind in a segment: their number, operations, and bytes read and written."""
 
     kernels: int = 0
     flops: int = 0
     nbytes: int = 0
-    heads: int = 0  # of attention: sequences times heads
+    heads: int = 0  # of attention: sequences × heads
 
 
 class Segment(NamedTuple):
-    """A part of an iteration: from the turn of one ``fully_shard`` group to the next one's."""
+    """Turn of one ``fully_shard`` group, until the next one's begins."""
 
     phase: Phase
     group: int
     peak_bytes: int  # of activations, and of gradients that are not reduced yet
-    added_bytes: int  # of them, at the end more than at the beginning
+    added_bytes: int  # growth of peak_bytes' kinds from begin to end of the turn
     work: dict[Kind, Work]
 
 
@@ -56,11 +56,11 @@ def trace(
     compute_dtype: torch.dtype,
     recomputes: bool = False,
 ) -> Trace:
-    """Run a forward and a backward of a copy of the model on the meta device, on which ``loss_of`` makes its inputs.
+    """Run a forward and a backward of a copy of the model on the meta device; ``loss_of`` makes the inputs there.
 
-    The last of ``groups`` is the root, which has the parameters that are left; all others may be recomputed.
+    The last of ``groups`` is the root, with the parameters that no other group has; ``recomputes`` all others.
     """
-    memo: dict[int, Any] = {}  # copies of tensors, which have no data
+    memo: dict[int, Any] = {}  # copies of tensors on the meta device
     for leaf in (*model.parameters(), *model.buffers()):
         meta = torch.empty_like(leaf, device="meta", dtype=compute_dtype if leaf.is_floating_point() else None)
         memo[id(leaf)] = nn.Parameter(meta, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else meta
@@ -78,13 +78,13 @@ def trace(
 
 
 def blocks_of(trace: Trace, recomputed: Trace) -> list[int]:
-    """List the groups that keep less if they are recomputed, in forward order."""
+    """List the groups whose activations shrink if they are recomputed, in forward order."""
     pairs = [pair for pair in zip(trace, recomputed, strict=True) if pair[0].phase == "forward"]
     return [one.group for one, other in pairs if other.added_bytes < one.added_bytes]
 
 
 def joined(trace: Trace, recomputed: Trace, groups: Collection[int]) -> Trace:
-    """Trace a model of which only ``groups`` are recomputed, from a trace without and one in which all are."""
+    """Combine a trace without recomputation and one with all of it into that of a model that recomputes ``groups``."""
     made, live_bytes, alone_bytes = [], 0, [0, 0]
     for pair in zip(trace, recomputed, strict=True):
         at = int(pair[0].group in groups)
@@ -96,14 +96,14 @@ def joined(trace: Trace, recomputed: Trace, groups: Collection[int]) -> Trace:
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _FusedKernels():  # the backward, in which this runs again, has taken it off
+        with _FusedKernels():  # not active in the backward, which runs this again
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts storages as they come and go, and the work of each operation, in the turns of groups."""
+    """Counts the storages that are alive, and the work of operations, in each turn of a group."""
 
     def __init__(self, units: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,12 +117,14 @@ class _Recorder(TorchDispatchMode):
         for number, unit in enumerate(units):
             own = {param for param in unit.parameters() if param not in owned and param.requires_grad}
             owned |= own
-            _drop_together(own)
+            drop = functools.partial(_drop_together, own, set(own))
+            for param in own:
+                param.register_post_accumulate_grad_hook(drop)
             unit.register_forward_pre_hook(functools.partial(self._forward_begins, number))
             unit.register_forward_hook(functools.partial(self._forward_ends, number))
 
     def _forward_begins(self, number: int, module: nn.Module, args: object) -> None:
-        if self.phase == "forward":  # else it is a recomputation, in the group's backward
+        if self.phase == "forward":  # else the group's backward recomputes it
             self.turn_to(number)
 
     def _forward_ends(self, number: int, module: nn.Module, args: object, output: object) -> None:
@@ -131,7 +133,7 @@ class _Recorder(TorchDispatchMode):
             tensors[0].register_hook(lambda grad: self.turn_to(number))  # the group's backward begins
 
     def turn_to(self, number: int | None) -> None:
-        """End the turn in progress, and begin that of a group."""
+        """End the current turn, and begin that of group ``number``."""
         if self._turn is not None:
             added_bytes = self._live_bytes - self._begin_bytes
             self.segments.append(Segment(*self._turn, self._peak_bytes, added_bytes, self._work))
@@ -145,7 +147,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return args[0].dtype is torch.bool  # a model looks at a value: conditions hold, and numbers are 0
+            return args[0].dtype is torch.bool  # the model reads a value: let conditions hold, and numbers be 0
         outputs = func(*args, **(kwargs or {}))
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
@@ -162,24 +164,17 @@ class _Recorder(TorchDispatchMode):
         return outputs
 
 
-def _drop_together(params: set[nn.Parameter]) -> None:
-    """Drop the gradients of a group where ``fully_shard`` reduces them: when the last one is there."""
-    left: set[Tensor] = set(params)
-
-    def arrived(param: Tensor) -> None:
-        left.discard(param)
-        if not left:
-            for one in params:
-                one.grad = None
-
-    for param in params:
-        param.register_post_accumulate_grad_hook(arrived)
+def _drop_together(params: set[nn.Parameter], left: set[nn.Parameter], param: nn.Parameter) -> None:
+    """Drop the gradients of a group once none is ``left`` to come, where ``fully_shard`` reduces them."""
+    left.discard(param)
+    for one in () if left else params:
+        one.grad = None
 
 
 def _work_of(
     func: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any, read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> tuple[Kind, Work]:
-    """Tell the kind of an operation, and estimate its operations and the bytes that it reads and writes."""
+    """Return the kind of a kernel, and estimate its operations and the bytes that it reads and writes."""
     name = func._overloadpacket.__name__
     read_bytes, written_bytes = (sum(leaf.numel() * leaf.element_size() for leaf in one) for one in (read, written))
     if "nll_loss" in name:
@@ -187,11 +182,11 @@ def _work_of(
     elif any(word in name for word in ("embedding", "index", "gather", "slice", "select")):
         read_bytes = min(read_bytes, 2 * written_bytes)  # not all of the table
     elif name == "native_layer_norm_backward":
-        read_bytes *= 2  # for the input's gradient, and the weight's
+        read_bytes *= 2  # once for the input's gradient, once for the weight's
     kind: Kind = "pointwise" if torch.Tag.pointwise in func.tags else "exchange" if name == "roll" else "uneven"
     flops = heads = 0
     if "flash_attention" in name:
-        # Two products forward, five backward; grouped heads, which torch's own count does not know, change nothing.
+        # Two products forward, five backward. torch's own count does not know grouped heads; they change nothing here.
         kind = "attention_backward" if "backward" in name else "attention"
         query, key = args[1:3] if kind == "attention_backward" else args[:2]
         flops = (10 if kind == "attention_backward" else 4) * query.numel() * key.shape[2]
@@ -203,7 +198,7 @@ def _work_of(
 
 
 class _FusedKernels(TorchFunctionMode):
-    """Lets attention and norms keep what fused kernels keep: on the meta device they would be taken apart."""
+    """Makes attention and norms keep what fused kernels keep; the meta device would decompose them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _FUSED.get(func, func)(*args, **(kwargs or {}))
@@ -219,6 +214,6 @@ def _attention(
 
 _FUSED: dict[Any, Callable[..., Any]] = {
     nn.functional.scaled_dot_product_attention: _attention,
-    # Its kernel keeps a mean more of each row, 4 bytes.
+    # A layer norm's kernel keeps 4 bytes more of each row, its mean.
     nn.functional.rms_norm: lambda x, shape, weight=None, eps=None: nn.functional.layer_norm(x, shape, weight),
 }

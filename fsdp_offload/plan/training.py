@@ -1,4 +1,4 @@
-"""The training that a plan is for: the side of it that the user says, checked when it is made."""
+"""Settings of the training that a plan is for, checked when they are made."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ..policy import check_choices, tells
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Masters = Literal["none", "remainder", "fp32"]
-"""The kind that ``add_masters`` is given."""
+"""Argument ``kind`` of ``add_masters``."""
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "amsgrad": 3, "rmsprop": 1, "adagrad": 1, "sgd-momentum": 1, "sgd": 0}
 """Tensors of state that have the parameter's shape and dtype."""
@@ -24,7 +24,7 @@ class Training:
 
     ranks: int = 1
     replicas: int = 1  # of the ranks, as in HSDP: each group of ranks / replicas shards the model
-    expert_parallel: int = 1  # of the shards, among which experts are divided before each part is sharded
+    expert_parallel: int = 1  # shards among which experts are divided
     tokens_per_step: int  # of all ranks together
     sequence_length: int = 4096
     micro_batches: int = 1
@@ -32,18 +32,17 @@ class Training:
     compute_dtype: Literal["fp32", "bf16"] = "bf16"  # of gathered parameters: MixedPrecisionPolicy.param_dtype
     optimizer: str = "adamw"
     masters: Masters = "none"
-    clip: bool = True  # whether gradients are clipped by their global norm, if the policy allows it
+    clip: bool = True  # gradients are clipped by their global norm
     deterministic: bool = False  # torch.use_deterministic_algorithms
-    other_device_bytes: int = 0  # what else is on each device all the time
+    other_device_bytes: int = 0  # other memory that is in use on each device all the time
 
     def __post_init__(self) -> None:
         names = ("ranks", "replicas", "expert_parallel", "tokens_per_step", "sequence_length", "micro_batches")
         for name in (*names, "other_device_bytes"):
             value, least = getattr(self, name), 0 if name.endswith("_bytes") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{name} must be {'a positive integer' if least else '0 or more bytes'}, got {value!r}"
-                )
+                wanted = "a positive integer" if least else "0 or more bytes"
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
         check_choices("Training", clip=self.clip, deterministic=self.deterministic)
         choices: dict[str, Collection[str]] = {"dtype": DTYPES, "compute_dtype": DTYPES, "optimizer": OPTIMIZERS}
         choices["masters"] = get_args(Masters)
@@ -73,7 +72,7 @@ class Training:
         return self.tokens_per_step // (self.ranks * self.sequence_length * self.micro_batches)
 
     def state_itemsizes(self) -> tuple[int, ...]:
-        """Bytes for each element of a parameter, of each tensor of state."""
+        """Return the bytes of each tensor of state for one element of a parameter."""
         count = OPTIMIZERS[self.optimizer]
         if self.masters == "none" or self.dtype == "fp32":
             return (DTYPES[self.dtype].itemsize,) * count

@@ -342,7 +342,7 @@ def test_room_is_no_more_than_what_is_offloaded() -> None:
     items = [Item("large", 100), *(Item("small", 40) for _ in range(9))]
     (pool,) = make_pools(items, 100)
     pool.count = pool.least = 4
-    room = Room.beside([pool], items)
+    room = Room.for_pools([pool], items)
     assert room is not None
     for _ in range(40):
         end(room, 500)
