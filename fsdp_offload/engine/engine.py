@@ -531,7 +531,7 @@ class Engine:
         self.guesses.take_back()
         if self.core.done:
             raise RuntimeError(
-                f"{what} refused: the backward has updated part of the state (OffloadPolicy(overlap='iteration')). "
+                f"{what} refused: the backward has updated a part of it (OffloadPolicy(overlap='iteration')). "
                 "Call step() first."
             )
 

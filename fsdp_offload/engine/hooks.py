@@ -113,7 +113,7 @@ class ModelHooks:
 
     def _before_state_dict(self, *_: object) -> None:
         with self._engine.between_steps():
-            self._engine.check_whole("model.state_dict()")
+            self._engine.check_usable("model.state_dict()")  # not new parameters among old ones
             self._engine.wait_updated()  # reading a parameter on the host waits for its home by itself
 
     def _after_state_dict(self, module: nn.Module, found: Mapping[str, object], prefix: str, _: object) -> None:

@@ -303,14 +303,14 @@ def test_state_that_is_given_to_a_weight_that_had_none(mesh: DeviceMesh, overlap
 
 
 def test_saves_and_more_parameters_between_backward_and_step_are_refused(mesh: DeviceMesh) -> None:
-    """Part of the state is new by then; the step may go on."""
+    """Some state and parameters are new by then; the step may go on."""
     plain, loop = pair(mesh, policy_of({"overlap": "iteration"}))
     for one in (plain, loop):
         one.train(3)
         one.backward(3)
     more = {"params": [nn.Parameter(torch.ones(3))]}
-    for action in (loop.optimizer.state_dict, partial(loop.optimizer.add_param_group, more)):
-        with pytest.raises(RuntimeError, match=r"the backward has updated part of the state.*Call step\(\) first"):
+    for action in (loop.optimizer.state_dict, loop.model.state_dict, partial(loop.optimizer.add_param_group, more)):
+        with pytest.raises(RuntimeError, match=r"the backward has updated a part of it.*Call step\(\) first"):
             action()
     for one in (plain, loop):
         one.step()
