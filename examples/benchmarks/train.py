@@ -322,7 +322,7 @@ class Bench:
         }
 
     def _settled_ms(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool) -> float:
-        """Time an iteration among others, on the model's stream, from the end of one step() to that of the next.
+        """Time an iteration among others, on the model's stream, from the end of one step() to that of another.
 
         It would be longer from an idle device to an idle one: transfers that the last step leaves to a forward would
         have none to hide behind.

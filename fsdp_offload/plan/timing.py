@@ -29,7 +29,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of an iteration in milliseconds, each measured alone."""
+    """Parts of an iteration in milliseconds, each estimated alone."""
 
     forward_ms: float  # of one micro-batch
     backward_ms: float

@@ -41,7 +41,7 @@ class Segment(NamedTuple):
     phase: Phase
     group: int
     peak_bytes: int  # of activations, and of gradients that are not reduced yet
-    added_bytes: int  # growth of peak_bytes' kinds from begin to end of the turn
+    added_bytes: int  # at the end of the turn, less those at its beginning
     work: dict[Kind, Work]
 
 
