@@ -128,6 +128,11 @@ def _during_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
         ahead = (min(room_bytes + blocks.passing_bytes, int(parts.backward_ms / parts.one_way)),) * 2
         loaded, others = 0, count
     late_ms, stalled_ms = (parts.late_ms(blocks, nbytes, loaded) for nbytes in ahead)
+    if not policy.updates_in_backward:  # what loads ahead have filled is stored while the forward needs ever more room
+        left = [state - blocks.passing_bytes - nbytes for nbytes in curve.room_bytes("forward")]
+        pairs = zip(left, parts.groups, strict=False)
+        leaves_ms = max(2 * slower * parts.two_way * nbytes - group.wanted_ms for nbytes, group in pairs)
+        late_ms, stalled_ms = max(late_ms, leaves_ms), max(stalled_ms, leaves_ms)
     excess_ms = count * max(0.0, slower * parts.copy_ms(again, 0) - parts.forward_ms)
     excess_ms += others * max(0.0, slower * parts.copy_ms(turned, 0) - parts.backward_ms)
     ms = passes + parts.contention * min(copies_ms, passes) + parts.clip_ms + late_ms + excess_ms

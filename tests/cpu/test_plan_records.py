@@ -114,6 +114,21 @@ def test_blocks_in_the_room_that_the_model_leaves_as_measured(name: str) -> None
     assert one.iteration_ms / plain.iteration_ms == pytest.approx(measured_ms / rows["plain"]["ms"], rel=0.035)
 
 
+@pytest.mark.parametrize("name", ["step", "forward"])
+def test_updates_behind_the_backward_as_measured(name: str) -> None:
+    """Blocks that loads have filled ahead of ``step()`` are stored before the forward comes to the model's peak."""
+    text = (RECORDS / "2026-11-29-h200-front-again.txt").read_text()
+    lines = map(json.loads, re.findall(r'^(\{"bench": "front", .*"model": "lean".*\})$', text, re.M))
+    rows = {line["row"]: line for line in [*lines][:8]}  # those without expandable segments; plain's last row counts
+    with torch.device("meta"):
+        model = GPT(24, 2048, 32_768)
+    fixed = {"micro_batches": 1, "checkpointing": "none", "clip": False, "deterministic": True}
+    sizes = {"tokens_per_step": 12 * 2048, "sequence_length": 2048}
+    plain, one = plan(model, machine="H200", policies=[OffloadPolicy(overlap=name)], **fixed, **sizes).forecasts
+    assert one.device.peak_bytes == pytest.approx(rows[name]["peak_bytes"], rel=0.035)
+    assert one.iteration_ms / plain.iteration_ms == pytest.approx(rows[name]["ms"] / rows["plain"]["ms"], rel=0.04)
+
+
 def test_a_llama_whose_link_is_late_as_measured() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
