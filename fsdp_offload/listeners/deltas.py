@@ -141,10 +141,10 @@ class _Shard:
 
     def add(self, piece: Piece, bits: Tensor, old: Sums, new: Sums) -> None:
         self.is_dense |= self.sums.get(piece.start) != (piece.stop, old)
-        self.sums[piece.start] = piece.stop, new
         if self.bits is None:
             self.bits = torch.zeros(8 * rows_of(local_shard(piece.param).numel()), dtype=torch.uint8)
         self.bits[piece.start // 8 :][: len(bits)] |= bits
+        self.sums[piece.start] = piece.stop, new  # last: behind an exception in between, all elements are handed out
 
 
 class _Recorder:

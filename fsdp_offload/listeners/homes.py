@@ -136,6 +136,12 @@ def _loop(named: dict[Part, str], engines: list[Engine]) -> Iterator[tuple[str, 
             f"weights: {len(engines)} optimizers train this model, and another thread cannot know when all of them "
             "have made their step. Loop in the thread that trains, between two iterations."
         )
+    attached = {attachment.engine for one in list(offloaded) if (attachment := attachment_of(one)) is not None}
+    if not attached.issuperset(engines):
+        raise RuntimeError(
+            "weights: an optimizer of the model was removed from offload, or attached anew, since weights(model) was "
+            "called. Call it again."
+        )
     readings = [_Reading(engine) for engine in engines]
     try:
         with ExitStack() as stack:

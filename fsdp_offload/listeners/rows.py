@@ -22,15 +22,14 @@ _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
 
 
+_PLACE, _SCATTER = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
+
+
 class Sums(NamedTuple):
-    """Sums of the rows of a piece, plain and weighted by row number. Equal sums: the piece is unchanged."""
+    """Sums over the rows of a piece: their hashes, and the hashes mixed with the row's number."""
 
     rows: int
-    numbered: int
-
-    def moved(self, row: int) -> "Sums":
-        """The sums of the same rows, of which the first is number ``row``."""
-        return Sums(self.rows, (self.numbered + row * self.rows) % _WORD)
+    placed: int
 
 
 def rows_of(numel: int) -> int:
@@ -71,10 +70,7 @@ def _fold(words: Tensor) -> None:
 
 
 def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
-    """Sum the rows of each part, of ``numels`` elements: ``[part, 2]`` as :class:`Sums`, rows numbered from the first.
-
-    The numbers are those among all ``rows``: :func:`read_sums` counts them from each part's own first row.
-    """
+    """Sum the rows of each part, of ``numels`` elements: ``[part, 2]`` as :class:`Sums`, with all parts before it."""
     # Sums of the words times numbers would not do: changes of their highest bits, signs of elements, would cancel out.
     first, second = _multipliers(rows.shape[1] * rows.itemsize // 8, rows.device)
     mixed = rows.view(torch.int64) * first
@@ -82,20 +78,23 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
     mixed *= second
     _fold(mixed)
     of_row = mixed.sum(1)
-    numbered = of_row * torch.arange(len(of_row), device=rows.device)
-    totals = torch.stack((of_row, numbered), 1).cumsum(0)
+    # Nor would hashes times row numbers: of rows with the same values, several places have the same sum of numbers.
+    placed = torch.cat([torch.arange(rows_of(numel), device=rows.device) for numel in numels])
+    placed *= _PLACE
+    placed += of_row
+    _fold(placed)
+    placed *= _SCATTER
+    _fold(placed)
+    totals = torch.stack((of_row, placed), 1).cumsum(0)
     ends = itertools.accumulate(map(rows_of, numels))
     return torch.stack([totals[end - 1] for end in ends])
 
 
 def read_sums(found: Tensor, numels: Sequence[int]) -> list[Sums]:
     """Make of what :func:`sums` has found, on the host by now, the sums of each part."""
-    read, before, row = [], (0, 0), 0
-    for (plain, numbered), numel in zip(found.tolist(), numels, strict=True):
-        of_rows, of_numbered = (plain - before[0]) % _WORD, (numbered - before[1]) % _WORD
-        read.append(Sums(of_rows, of_numbered).moved(-row))
-        before, row = (plain, numbered), row + rows_of(numel)
-    return read
+    totals = [(0, 0), *found.tolist()]
+    assert len(totals) == len(numels) + 1
+    return [Sums((a - c) % _WORD, (b - d) % _WORD) for (c, d), (a, b) in itertools.pairwise(totals)]
 
 
 def differing(old: Tensor, new: Tensor) -> Tensor:
