@@ -1149,6 +1149,17 @@ def deltas_of_another_offload(_: Path) -> Any:
     return script
 
 
+@remedy("or attached anew, since weights(model) was called. Call it again")
+def weights_of_another_offload(_: Path) -> Any:
+    script = Script().attach(parameters=True)
+    loop = weights(script.model)
+    remove_offload(script.optimizer)
+    script.attach(parameters=True)
+    yield lambda: list(loop)
+    assert len([name for name, _ in weights(script.model)]) == 3
+    return script
+
+
 @remedy("Give OffloadPolicy(parameters=True) to offload_optimizer(optimizer, model=model)")
 def weights_without_homes(_: Path) -> Any:
     script = Script(attach=True)
