@@ -194,9 +194,8 @@ class Guesses:
 
     def _may_use(self, param: Tensor) -> bool:
         if (grad := param.grad) is None:
-            return (
-                len(self._contents.plan.shards[param].buckets) == 1
-            )  # otherwise ranges in other buckets would stay behind when this bucket's move to the spare home
+            # Otherwise ranges in other buckets would stay behind when this bucket's move to the spare home.
+            return len(self._contents.plan.shards[param].buckets) == 1
         return grad not in self._shared and is_watched(grad, self) and param not in self.ahead.without_state
 
     def keep_ahead(self, number: int) -> None:
