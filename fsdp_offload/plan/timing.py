@@ -136,7 +136,8 @@ def _during_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
     excess_ms = count * max(0.0, slower * parts.copy_ms(again, 0) - parts.forward_ms)
     excess_ms += others * max(0.0, slower * parts.copy_ms(turned, 0) - parts.backward_ms)
     ms = passes + parts.contention * min(copies_ms, passes) + parts.clip_ms + late_ms + excess_ms
-    ms += parts.update_ms * (1 - min(1.0, late_ms / max(copies_ms, 1e-9)))  # late_ms includes the rest
+    # ``late_ms`` holds this share of the updates, or no more of it than there is if the link is the faster.
+    ms += parts.update_ms - min(late_ms, parts.update_ms * min(1.0, late_ms / max(copies_ms, 1e-9)))
     is_late = late_ms + excess_ms > 0.05 * ms or copies_ms > ms
     return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
 
