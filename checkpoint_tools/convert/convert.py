@@ -113,7 +113,17 @@ def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, st
             content = json.dumps({"metadata": metadata, "weight_map": by_name}, indent=2)
             sidecars[f"{part}{folder.INDEX_SUFFIX}"] = content.encode() + b"\n"
     if parts.objects or parts.others or parts.odd:
-        sidecars[folder.OBJECTS_FILE] = _objects_file(checkpoint, parts)
+        stored = {}  # objects in base64, as ``torch.save`` wrote them, unopened
+        reader = ItemReader(checkpoint)
+        for key in sorted(parts.objects, key=in_order):
+            item = checkpoint.objects[key]
+            reader.check(item, data=True)
+            stored[key] = base64.b64encode(reader.view(item)).decode()
+        known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
+        kept = sorted({*parts.others, *parts.objects} & known.keys() | parts.odd, key=in_order)
+        listed = {key: list(known.get(key, (key,))) for key in kept}
+        found = {"format": folder.OBJECTS_FORMAT, "key_prefix": parts.prefix, "stored": stored, "paths": listed}
+        sidecars[folder.OBJECTS_FILE] = json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
     return Rewrite(checkpoint, new, (), files, {}, heads=heads, notes=checkpoint.notes, sidecars=sidecars), parts.prefix
 
 
@@ -161,21 +171,6 @@ def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
     if paths:
         return _DEFAULT_PREFIX if any(len(path) > 1 and path[0] == MODEL for path in paths) else ""
     return _DEFAULT_PREFIX if inside and len(inside) == len(keys) else ""
-
-
-def _objects_file(checkpoint: Checkpoint, parts: _Parts) -> bytes:
-    """Write objects in base64, as ``torch.save`` wrote them, unopened."""
-    stored = {}
-    reader = ItemReader(checkpoint)
-    for key in sorted(parts.objects, key=in_order):
-        item = checkpoint.objects[key]
-        reader.check(item, data=True)
-        stored[key] = base64.b64encode(reader.view(item)).decode()
-    known = {key: path for key, path in checkpoint.paths.items() if path != (key,)}
-    kept = sorted({*parts.others, *parts.objects} & known.keys() | parts.odd, key=in_order)
-    paths = {key: list(known.get(key, (key,))) for key in kept}
-    found = {"format": folder.OBJECTS_FORMAT, "key_prefix": parts.prefix, "stored": stored, "paths": paths}
-    return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def _to_dcp(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, str]:

@@ -124,8 +124,16 @@ class _Plan:
                     self._add(("optimizer", "state", f"{_WRAPPERS}{part.name}", kind), tensor, part)
                 if state or main:
                     trained[part.name] = len(part.shape)
-        if trained:
-            self._add_options(trained)
+        if trained:  # options of each parameter, and the counter in its state, where torch's own optimizers read it
+            groups, found = self._groups(), {}
+            for name, dims in trained.items():
+                found[module] = options = self._options_of(module := _WITHIN.sub(r"\1", name), dims, groups)
+                if "step" in options:
+                    key = self._new_key(("optimizer", "state", f"{_WRAPPERS}{name}", "step"))
+                    self.new[key] = StoredTensor(key, (), torch.float32, ())
+                    self.pieces.append(given(key, torch.tensor(float(options["step"])), whole_of(())))
+            for module, options in found.items():
+                self._add_values(("optimizer", "param_to_group_meta", f"{_WRAPPERS}{module}"), options)
         self.notes += [f"{counted(mains, 'weight')} from the fp32 mains, as Megatron-FSDP has them"] * bool(mains)
         for name, value in self.common.items():
             self._add_values((name,), value if name != "optimizer" else {})
@@ -218,18 +226,6 @@ class _Plan:
                     groups.append(options if step is None else {**options, "step": int(step)})
             self._add_values(("optimizer", "grad_scaler"), each[0].get("grad_scaler", {}))
         return groups
-
-    def _add_options(self, trained: Mapping[str, int]) -> None:
-        """Add parameters' options, and the counter to their state, where torch's own optimizers read it."""
-        groups, found = self._groups(), {}
-        for name, dims in trained.items():
-            found[module] = options = self._options_of(module := _WITHIN.sub(r"\1", name), dims, groups)
-            if "step" in options:
-                key = self._new_key(("optimizer", "state", f"{_WRAPPERS}{name}", "step"))
-                self.new[key] = StoredTensor(key, (), torch.float32, ())
-                self.pieces.append(given(key, torch.tensor(float(options["step"])), whole_of(())))
-        for module, options in found.items():
-            self._add_values(("optimizer", "param_to_group_meta", f"{_WRAPPERS}{module}"), options)
 
     def _options_of(self, name: str, dims: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the options of a parameter's group: by --names or, without these, by Megatron's rule."""

@@ -108,7 +108,11 @@ def _rules(tables: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
 def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[str]) -> Exchange:
     """Plan the renaming of all keys, without their prefix (``model.``)."""
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
-    prefix = _prefix_of([key for key in names.others if key in checkpoint.tensors], rename)
+    # The prefix of the model's keys before the framework's names: one of the first key's prefixes.
+    keys = [key for key in names.others if key in checkpoint.tensors]
+    starts = [0, *(found.end() for found in re.finditer(r"\.", keys[0]))] if keys else []
+    prefixes = (keys[0][:start] for start in starts)
+    prefix = next((each for each in prefixes if any(rename.renamed(key[len(each) :]) is not None for key in keys)), "")
     found = Exchange()
     unknown: list[str] = []
 
@@ -135,13 +139,6 @@ def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[s
         )
     found.check_new_keys({*checkpoint.tensors, *checkpoint.objects})
     return found
-
-
-def _prefix_of(keys: Sequence[str], rename: Rename) -> str:
-    """Return the prefix of the model's keys before the framework's names: one of the first key's prefixes."""
-    starts = [0, *(found.end() for found in re.finditer(r"\.", keys[0]))] if keys else []
-    prefixes = (keys[0][:start] for start in starts)
-    return next((each for each in prefixes if any(rename.renamed(key[len(each) :]) is not None for key in keys)), "")
 
 
 def translate(

@@ -178,7 +178,24 @@ def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[E
     if not found.matched:
         raise CheckpointError(f"nothing to {way}; {'; '.join(found.notes)}")
     check_patterns("--only", asked.only, [*found.matched, *(part for fusion in found.fusions for part in fusion.parts)])
-    _check_left(source, found, asked.excluded)
+    # A key that seems to belong to an exchanged tensor would silently stay unchanged.
+    old = {key for fusion in found.fusions for key in (fusion.fused, *fusion.parts) if key in source.tensors}
+    others = source.names.others
+    known = old.intersection(others)
+    known |= {key.partition(".")[2] for key in known if "." in key}
+    lengths = {key.count(".") + 1 for key in known}
+    for key in others:
+        if key in old or key not in source.tensors or is_excluded(key, asked.excluded):
+            continue
+        words = key.split(".")
+        ends = ((start, start + length) for start in range(len(words)) for length in lengths)
+        names = (".".join(words[start:stop]) for start, stop in ends if stop < len(words))
+        inside = next((name for name in names if name in known), None)
+        if inside is not None:
+            raise CheckpointError(
+                f"{key} looks as if it belongs to {inside}, and it is not known how; --exclude the one to leave it as "
+                "it is, or the other"
+            )
     if not (asked.is_known or asked.is_dry):
         raise CheckpointError(
             f"{checkpoint.path} has no {RECORD_FILE}, so it is not known which parts were ever fused; all that the "
@@ -216,27 +233,6 @@ def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[Grou
     """Read the param groups that are stored as objects."""
     reader = ItemReader(checkpoint)
     return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
-
-
-def _check_left(source: Source, found: Exchange, excluded: Sequence[str]) -> None:
-    """Raise for a key that seems to belong to an exchanged tensor, and would silently stay unchanged."""
-    old = {key for fusion in found.fusions for key in (fusion.fused, *fusion.parts) if key in source.tensors}
-    others = source.names.others
-    known = old.intersection(others)
-    known |= {key.partition(".")[2] for key in known if "." in key}
-    lengths = {key.count(".") + 1 for key in known}
-    for key in others:
-        if key in old or key not in source.tensors or is_excluded(key, excluded):
-            continue
-        words = key.split(".")
-        ends = ((start, start + length) for start in range(len(words)) for length in lengths)
-        names = (".".join(words[start:stop]) for start, stop in ends if stop < len(words))
-        inside = next((name for name in names if name in known), None)
-        if inside is not None:
-            raise CheckpointError(
-                f"{key} looks as if it belongs to {inside}, and it is not known how; --exclude the one to leave it as "
-                "it is, or the other"
-            )
 
 
 # Values that the checkpoint knows itself ------------------------------------------------------------------------------

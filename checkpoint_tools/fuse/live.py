@@ -338,25 +338,23 @@ def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
     for fusion in found.fusions:
         parts = [source.all[part] for part in fusion.parts]
         new.update((part, {}) for part in fusion.parts)
-        new[fusion.parts[0]] = {fusion.fused: _put_together(fusion, parts)}
+        origins = _origins_of(fusion.owner, parts, fusion.fused)
+        if origins is not None:
+            for part, origin, comb in zip(parts, origins, fusion.combs, strict=True):
+                if origin.is_copy:
+                    blocks = _blocks_of(origin.memory, fusion.dim, comb)
+                    blocks.copy_(part.reshape(blocks.shape))
+            new[fusion.parts[0]] = {fusion.fused: origins[0].fused}
+            continue
+        if any(is_dtensor(part) for part in parts):
+            raise CheckpointError(
+                f"{fusion.fused}: its parts are sharded and were not made by split_state_dict, so rows that belong "
+                "together may be on different ranks. Split the state dict of the fused model, load into that, then "
+                "merge"
+            )
+        whole = parts[0].new_empty(fusion.shape)
+        for part, comb in zip(parts, fusion.combs, strict=True):
+            blocks = _blocks_of(whole, fusion.dim, comb)
+            blocks.copy_(part.detach().reshape(blocks.shape))
+        new[fusion.parts[0]] = {fusion.fused: whole}
     return new
-
-
-def _put_together(fusion: Fusion, parts: Sequence[Tensor]) -> Tensor:
-    origins = _origins_of(fusion.owner, parts, fusion.fused)
-    if origins is not None:
-        for part, origin, comb in zip(parts, origins, fusion.combs, strict=True):
-            if origin.is_copy:
-                blocks = _blocks_of(origin.memory, fusion.dim, comb)
-                blocks.copy_(part.reshape(blocks.shape))
-        return origins[0].fused
-    if any(is_dtensor(part) for part in parts):
-        raise CheckpointError(
-            f"{fusion.fused}: its parts are sharded and were not made by split_state_dict, so rows that belong "
-            "together may be on different ranks. Split the state dict of the fused model, load into that, then merge"
-        )
-    whole = parts[0].new_empty(fusion.shape)
-    for part, comb in zip(parts, fusion.combs, strict=True):
-        blocks = _blocks_of(whole, fusion.dim, comb)
-        blocks.copy_(part.detach().reshape(blocks.shape))
-    return whole

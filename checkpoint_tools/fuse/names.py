@@ -110,7 +110,10 @@ def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:
         word, dot, text = str(component).partition(".")
         rest = path[at + 1 :]
         if component == "param_groups" and (not rest or isinstance(rest[0], int)):
-            return _group(key, start.removesuffix("."), rest)
+            inside = [part for part in rest if isinstance(part, str)]
+            if inside and inside != ["params"]:
+                return None  # an entry that all parameters of the group share
+            return GroupName(key, start.removesuffix("."), bool(inside))
         if word in _BY_FQN and (dot or rest):
             is_alone = not dot and len(rest) > 1  # the FQN is a component; else its last word is the entry
             if not dot:
@@ -143,13 +146,6 @@ def _by_kind_first(key: str, path: Path, known: Set[str]) -> StateName | None:
     if not found or not fqn or not (fqn in known or (kind in KINDS and fqn.rpartition(".")[2] not in KINDS)):
         return None
     return StateName(key, lead, f"{lead}{found}{kind}.", fqn, "", path, kind)
-
-
-def _group(key: str, optimizer: str, rest: Iterable[str | int]) -> GroupName | None:
-    inside = [part for part in rest if isinstance(part, str)]
-    if inside and inside != ["params"]:
-        return None  # an entry that all parameters of the group share
-    return GroupName(key, optimizer, bool(inside))
 
 
 def _is_number(part: str) -> bool:

@@ -255,14 +255,14 @@ class _Planner:
 
     def split(self) -> None:
         tensors = self.source.tensors
-        for key, role in self.of_model.items():
+        for key, own in self.of_model.items():
             shape, dtype = self.shapes[key], tensors[key].dtype
-            dim, combs = role.match.divided(shape, self.source.values_for(role.match.rule, key), self.shapes)
-            self._fuse_model(Fusion(key, role.parts, shape, dtype, dim, combs, owner=key), key, role.parts)
+            dim, combs = own.match.divided(shape, self.source.values_for(own.match.rule, key), self.shapes)
+            self._fuse_model(Fusion(key, own.parts, shape, dtype, dim, combs, owner=key), key, own.parts)
         alone = self._shapes_of_state()
         for name in self.source.names.states:
-            of_state = self.of_state.get((name.optimizer, name.fqn))
-            if of_state is None:
+            role = self.of_state.get((name.optimizer, name.fqn))
+            if role is None:
                 continue
             inside = values_in(self.source.value(name.key)) if name.key not in tensors else ()
             if any(isinstance(each, Tensor) and each.dim() > 0 for each in inside):
@@ -271,22 +271,19 @@ class _Planner:
                     "parameter"
                 )
             if name.key not in tensors or tensors[name.key].shape == ():
-                self.found.copy(name, of_state.parts)
+                self.found.copy(name, role.parts)
+                continue
+            tensor = tensors[name.key]
+            if role.owner is not None:
+                shape, dim, combs = self.layouts[role.owner]
             else:
-                self._split_state(name, of_state, alone[name.optimizer])
-
-    def _split_state(self, name: StateName, role: _Role, siblings: Mapping[str, Shape]) -> None:
-        tensor = self.source.tensors[name.key]
-        if role.owner is not None:
-            shape, dim, combs = self.layouts[role.owner]
-        else:
-            shape = siblings[name.fqn]
-            values = self.source.values_for(role.match.rule, name.key)
-            dim, combs = role.match.divided(shape, values, siblings)
-        self.source.check_state(name.key, shape, role.fused)
-        parts = tuple(self.found.renamed(name, part) for part in role.parts)
-        is_flat = len(shape) > 1 and tensor.shape == (torch.Size(shape).numel(),)
-        self.found.fusions.append(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat, role.owner))
+                shape = alone[name.optimizer][name.fqn]
+                values = self.source.values_for(role.match.rule, name.key)
+                dim, combs = role.match.divided(shape, values, alone[name.optimizer])
+            self.source.check_state(name.key, shape, role.fused)
+            parts = tuple(self.found.renamed(name, part) for part in role.parts)
+            is_flat = len(shape) > 1 and tensor.shape == (torch.Size(shape).numel(),)
+            self.found.fusions.append(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat, role.owner))
 
     def _fuse_model(self, fusion: Fusion, old: str, new: Iterable[str]) -> None:
         """Exchange a tensor of the model; ``new`` keys get paths in the nested state dict next to that of ``old``."""
@@ -323,37 +320,35 @@ class _Planner:
             if role is not None and role.number is not None:
                 entries.setdefault((name.before, role.fused, name.after), {})[role.number] = name, role
         for by_number in entries.values():
-            self._merge_state(by_number)
-
-    def _merge_state(self, by_number: Mapping[int, tuple[StateName, _Role]]) -> None:
-        name, role = next(iter(by_number.values()))
-        missing = [part for number, part in enumerate(role.parts) if number not in by_number]
-        if missing:
-            raise CheckpointError(
-                f"{role.fused} cannot be merged: some of its parts have {name.name}, and {', '.join(missing)} have "
-                "not; save them with the same state"
-            )
-        names = [by_number[number][0] for number in range(len(role.parts))]
-        keys = tuple(name.key for name in names)
-        if all(key in self.source.tensors and self.source.tensors[key].shape != () for key in keys):
-            fused = self.found.renamed(names[0], role.fused)
-            fusion = self._fused(role.match, fused, keys, role.owner and role.match.fused)
-            param = None if role.owner is None else self.layouts[role.match.fused][0]
-            if param is not None and param != fusion.shape:
+            entry, role = next(iter(by_number.values()))
+            missing = [part for number, part in enumerate(role.parts) if number not in by_number]
+            if missing:
                 raise CheckpointError(
-                    f"{fused} would have shape {fusion.shape}, its parameter {param}: it is not known how to merge "
-                    f"that; --exclude {role.fused}"
+                    f"{role.fused} cannot be merged: some of its parts have {entry.name}, and {', '.join(missing)} "
+                    "have not; save them with the same state"
                 )
-            self.found.fusions.append(fusion)
-            return
-        first, *others = (self.source.value(key) for key in keys)
-        for key, value in zip(keys[1:], others, strict=True):
-            if not same_values(first, value):
-                raise CheckpointError(
-                    f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be both"
-                )
-        self.found.copy(names[0], [role.fused])
-        self.found.copies.update((key, ()) for key in keys[1:])
+            names = [by_number[number][0] for number in range(len(role.parts))]
+            keys = tuple(name.key for name in names)
+            if all(key in self.source.tensors and self.source.tensors[key].shape != () for key in keys):
+                fused = self.found.renamed(names[0], role.fused)
+                fusion = self._fused(role.match, fused, keys, role.owner and role.match.fused)
+                param = None if role.owner is None else self.layouts[role.match.fused][0]
+                if param is not None and param != fusion.shape:
+                    raise CheckpointError(
+                        f"{fused} would have shape {fusion.shape}, its parameter {param}: it is not known how to merge "
+                        f"that; --exclude {role.fused}"
+                    )
+                self.found.fusions.append(fusion)
+                continue
+            first, *others = (self.source.value(key) for key in keys)
+            for key, value in zip(keys[1:], others, strict=True):
+                if not same_values(first, value):
+                    raise CheckpointError(
+                        f"{keys[0]} is {short_repr(first)} and {key} is {short_repr(value)}; one fused value cannot be "
+                        "both"
+                    )
+            self.found.copy(names[0], [role.fused])
+            self.found.copies.update((key, ()) for key in keys[1:])
 
     def _fused(self, match: Match, fused: str, keys: tuple[str, ...], owner: str | None) -> Fusion:
         dtypes = {key: self.source.tensors[key].dtype for key in keys}

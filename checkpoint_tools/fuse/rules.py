@@ -291,13 +291,8 @@ def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: W
     taken = sorted(part for part, count in parts.items() if count > 1 or (way == "split" and part in known))
     if taken:
         raise CheckpointError(f"part names are taken already: {', '.join(taken[:5])}")
-    if way == "merge":
-        active = [rule for rule in rules if any(match.rule is rule for match in matches)]
-        _check_parts(known, matches, active, wanted)
-    return matches
-
-
-def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable[Rule], wanted: Wanted) -> None:
+    if way == "split":
+        return matches
     used: set[str] = set()
     for match in matches:
         missing = [part for part in match.parts if part not in known]
@@ -306,7 +301,8 @@ def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable
             raise CheckpointError(f"{match.fused} cannot be merged: {why}")
         used.update(match.parts)
     left = [key for key in known if key not in used]
-    for rule, number in ((each, number) for each in rules for number in range(1, len(each.parts))):
+    active = [rule for rule in rules if any(match.rule is rule for match in matches)]
+    for rule, number in ((each, number) for each in active for number in range(1, len(each.parts))):
         for key in left:
             alone = rule.match_part(key, number)
             if alone is not None and wanted(alone):
@@ -314,6 +310,7 @@ def _check_parts(known: Iterable[str], matches: Iterable[Match], rules: Iterable
                     f"{key} cannot be merged into {alone.fused}: {alone.parts[0]} is missing. Exclude it, if it is no "
                     "part of anything"
                 )
+    return matches
 
 
 # Files and presets ---------------------------------------------------------------------------------------------------

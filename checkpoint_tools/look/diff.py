@@ -169,7 +169,16 @@ class _Sides:
         if kinds[0] != kinds[1]:
             return Difference(key, "kind", f"{kinds[0]} in A, {kinds[1]} in B")
         if kinds[0] == "object":
-            return self._of_objects(key)
+            one, other = (checkpoint.objects[key] for checkpoint in self._both)
+            if self._readers[0].view(one) == self._readers[1].view(other):
+                return None
+            try:
+                objects = self._readers[0].read_object(one), self._readers[1].read_object(other)
+                is_same = same_values(*objects)
+            except (CheckpointError, RuntimeError):  # nested too deeply, or with sparse tensors
+                return Difference(key, "object", "their bytes differ; they cannot be looked into")
+            detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
+            return None if is_same else Difference(key, "object", detail)
         a, b = (checkpoint.tensors[key] for checkpoint in self._both)
         if a.shape != b.shape:
             return Difference(key, "shape", f"{human_shape(a.shape)} in A, {human_shape(b.shape)} in B")
@@ -199,18 +208,6 @@ class _Sides:
             if not torch.equal(*flat):
                 nbytes = _COMPARED_NUMEL * dtype.itemsize
                 yield from zip(*(each.split(nbytes) for each in flat), strict=True)
-
-    def _of_objects(self, key: str) -> Difference | None:
-        a, b = (checkpoint.objects[key] for checkpoint in self._both)
-        if self._readers[0].view(a) == self._readers[1].view(b):
-            return None
-        try:
-            objects = self._readers[0].read_object(a), self._readers[1].read_object(b)
-            is_same = same_values(*objects)
-        except (CheckpointError, RuntimeError):  # nested too deeply, or with sparse tensors
-            return Difference(key, "object", "their bytes differ; they cannot be looked into")
-        detail = f"{short_repr(objects[0])} in A, {short_repr(objects[1])} in B"
-        return None if is_same else Difference(key, "object", detail)
 
 
 def _is_one_small_item(tensor: StoredTensor) -> bool:

@@ -140,7 +140,18 @@ def check_coverage(tensor: StoredTensor) -> Iterator[str]:
 def _check_length(entries: Sequence[Entry], found: int) -> tuple[list[str], bool]:
     """Compare a file's length with its items; return problems, and whether all items can be read."""
     needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
-    texts = list(_check_ranges(entries))  # with one, an item is misplaced, so the end is not known
+    texts = []  # with one, an item is misplaced, so the end is not known
+    # A tensor's empty chunks share an item with each other, and in old checkpoints with a chunk that is not empty.
+    ranges: dict[tuple[str, int, int], bool] = {}  # whether a chunk with elements is there
+    for key, item in entries:
+        place = key, item.offset_bytes, item.length_bytes
+        has_elements = isinstance(item, StoredChunk) and item.numel > 0
+        if has_elements and ranges.get(place):
+            texts.append(f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on")
+        ranges[place] = has_elements or ranges.get(place, False)
+    for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
+        if start + length > next_start:
+            texts.append(f"the items of {first} and {second} are in the same bytes, from {next_start:,} on")
     if found < needed:
         lost = [entry for entry in entries if entry[1].offset_bytes + entry[1].length_bytes > found]
         texts.insert(0, f"has {found:,} bytes of {needed:,}; cut off: {_of_whom(lost)}")
@@ -153,20 +164,6 @@ def _check_length(entries: Sequence[Entry], found: int) -> tuple[list[str], bool
 def _of_whom(entries: Sequence[Entry]) -> str:
     keys = list(dict.fromkeys(key for key, _ in entries))
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more keys"
-
-
-def _check_ranges(entries: Sequence[Entry]) -> Iterator[str]:
-    # A tensor's empty chunks share an item with each other, and in old checkpoints with a chunk that is not empty.
-    ranges: dict[tuple[str, int, int], bool] = {}  # whether a chunk with elements is there
-    for key, item in entries:
-        place = key, item.offset_bytes, item.length_bytes
-        has_elements = isinstance(item, StoredChunk) and item.numel > 0
-        if has_elements and ranges.get(place):
-            yield f"two chunks of {key} are in the same bytes, from {item.offset_bytes:,} on"
-        ranges[place] = has_elements or ranges.get(place, False)
-    for (first, start, length), (second, next_start, _) in itertools.pairwise(ranges):
-        if start + length > next_start:
-            yield f"the items of {first} and {second} are in the same bytes, from {next_start:,} on"
 
 
 def check_items(

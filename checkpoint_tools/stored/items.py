@@ -88,7 +88,21 @@ class Archive:
             if not infos or infos[0].header_offset:
                 raise DamagedError("its records are not where its directory says")
             prefix = infos[0].orig_filename.partition("/")[0] + "/"
-            self.records = {record.name: record for record in (self._record(info, prefix) for info in infos)}
+            self.records: dict[str, _Record] = {}
+            for info in infos:
+                at, own = info.header_offset, info.orig_filename
+                if bytes(self._view[at : at + 4]) != b"PK\3\4":
+                    raise DamagedError(f"its record {own} is not where it should be")
+                name_bytes, extra_bytes = struct.unpack_from("<2H", self._view, at + 26)
+                if not own.startswith(prefix) or bytes(self._view[at + 30 : at + 30 + name_bytes]) != own.encode():
+                    raise DamagedError(f"the header of its record {own} and its directory say two things")
+                start = at + 30 + name_bytes + extra_bytes
+                stop = start + info.file_size
+                if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                    raise DamagedError(f"its record {own} is compressed or encrypted, and torch.save does neither")
+                if stop > len(self._view) or info.compress_size != info.file_size:
+                    raise DamagedError(f"its record {own} is cut short")
+                self.records[own.removeprefix(prefix)] = _Record(own.removeprefix(prefix), info, start, stop)
         except DamagedError:
             raise
         except Exception as error:  # bytes that are no zip file can raise anything
@@ -97,21 +111,6 @@ class Archive:
             raise DamagedError(f"it has two records of one name, or no {_PICKLE}")
         # torch.serialization.set_crc32_options(False) leaves zeros.
         self.has_crcs = any(record.info.CRC for record in self.records.values())
-
-    def _record(self, info: zipfile.ZipInfo, prefix: str) -> _Record:
-        at, name = info.header_offset, info.orig_filename
-        if bytes(self._view[at : at + 4]) != b"PK\3\4":
-            raise DamagedError(f"its record {name} is not where it should be")
-        name_bytes, extra_bytes = struct.unpack_from("<2H", self._view, at + 26)
-        if not name.startswith(prefix) or bytes(self._view[at + 30 : at + 30 + name_bytes]) != name.encode():
-            raise DamagedError(f"the header of its record {name} and its directory say two things")
-        start = at + 30 + name_bytes + extra_bytes
-        stop = start + info.file_size
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise DamagedError(f"its record {name} is compressed or encrypted, and torch.save does neither")
-        if stop > len(self._view) or info.compress_size != info.file_size:
-            raise DamagedError(f"its record {name} is cut short")
-        return _Record(name.removeprefix(prefix), info, start, stop)
 
     def read(self, record: _Record) -> memoryview:
         """Return a record's content, compared with its CRC-32."""
@@ -247,21 +246,6 @@ def layout_of(archive: Archive, tensor: _Tensor) -> Layout:
     return Layout(tensor.dtype, tensor.shape, record.start + first)
 
 
-def _look_into(view: memoryview, *, is_tensor: bool) -> Opened:
-    archive = Archive(view)
-    contents, at, around = [], 0, 0
-    for record in archive.records.values():  # in the order of their bytes
-        if archive.has_crcs and record.info.file_size > _SMALL_BYTES:
-            contents.append((record.start, record.stop, record.info.CRC))
-            around, at = crc32(view[at : record.start], around), record.stop
-        else:
-            archive.read(record)
-    is_small = archive.records[_PICKLE].info.file_size <= _SMALL_BYTES
-    tensor = _tensor_in(archive.pickled()) if is_tensor and is_small else None
-    layout = None if tensor is None else layout_of(archive, tensor)
-    return Opened(layout, tuple(contents), archive.has_crcs, crc32(view[at:], around))
-
-
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +290,17 @@ class ItemReader:
         if layout is not None and layout.dtype != dtype:
             raise self._damaged(chunk, f"stored as {layout.dtype}, not as {dtype}; see the command verify")
         if layout is None or layout.start_bytes is None:
-            flat = self._whole(chunk, dtype).contiguous().view(-1).view(torch.uint8)
+            if self._max_whole_bytes is not None and chunk.length_bytes > self._max_whole_bytes:
+                raise CheckpointError(
+                    f"an item of {human_bytes(chunk.length_bytes)} in {self._file(chunk)} is not stored row by row, "
+                    f"and can only be read as a whole; allow more than {human_bytes(self._max_whole_bytes)} for it"
+                )
+            tensor = self.read_object(chunk)
+            if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+                raise self._damaged(chunk, f"a {type(tensor).__name__} where a tensor of {dtype} is expected")
+            self._check_sizes(chunk, tuple(tensor.shape))
+            whole = tensor.detach().resolve_conj().resolve_neg()
+            flat = whole.contiguous().view(-1).view(torch.uint8)
         elif nbytes:
             flat = torch.frombuffer(view, dtype=torch.uint8, offset=layout.start_bytes, count=nbytes)
         else:
@@ -330,15 +324,31 @@ class ItemReader:
             found = self.bits(chunk, tensor.dtype).view(*chunk.sizes, tensor.dtype.itemsize)
             bits[_inside(met, region)].copy_(found[_inside(met, chunk.region)])
 
-    def read_object(self, stored: StoredObject) -> Any:
-        """Read an object that ``torch.load(weights_only=True)`` accepts."""
-        return self._load(stored)
+    def read_object(self, item: Stored) -> Any:
+        """Read an object, or a tensor, that ``torch.load(weights_only=True)`` accepts."""
+        view = self.view(item)
+        try:
+            what = f"an object in {self._file(item)}"
+            return plain_load(Archive(view), cast(Any, _View(view)), what, self._max_whole_bytes or 0)
+        except DamagedError as error:
+            raise self._damaged(item, str(error)) from error
 
     def _opened(self, item: Stored, view: memoryview) -> Opened:
         known = self._checkpoint.opened.get(item.place)
         if known is None or (isinstance(item, StoredObject) and item.content is not None):
             try:
-                known = _look_into(view, is_tensor=isinstance(item, StoredChunk))
+                archive = Archive(view)
+                contents, at, around = [], 0, 0
+                for record in archive.records.values():  # in the order of their bytes
+                    if archive.has_crcs and record.info.file_size > _SMALL_BYTES:
+                        contents.append((record.start, record.stop, record.info.CRC))
+                        around, at = crc32(view[at : record.start], around), record.stop
+                    else:
+                        archive.read(record)
+                is_small = archive.records[_PICKLE].info.file_size <= _SMALL_BYTES
+                tensor = _tensor_in(archive.pickled()) if isinstance(item, StoredChunk) and is_small else None
+                layout = None if tensor is None else layout_of(archive, tensor)
+                known = Opened(layout, tuple(contents), archive.has_crcs, crc32(view[at:], around))
             except DamagedError as error:
                 raise self._damaged(item, str(error)) from error
             self._checkpoint.opened[item.place] = known
@@ -374,26 +384,6 @@ class ItemReader:
             begin = layout.start_bytes
             self._heads[shape] = bytes(view[:begin]), begin + chunk.numel * dtype.itemsize
         return layout
-
-    def _whole(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-        if self._max_whole_bytes is not None and chunk.length_bytes > self._max_whole_bytes:
-            raise CheckpointError(
-                f"an item of {human_bytes(chunk.length_bytes)} in {self._file(chunk)} is not stored row by row, "
-                f"and can only be read as a whole; allow more than {human_bytes(self._max_whole_bytes)} for it"
-            )
-        tensor = self._load(chunk)
-        if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            raise self._damaged(chunk, f"a {type(tensor).__name__} where a tensor of {dtype} is expected")
-        self._check_sizes(chunk, tuple(tensor.shape))
-        return tensor.detach().resolve_conj().resolve_neg()
-
-    def _load(self, item: Stored) -> Any:
-        view = self.view(item)
-        try:
-            what = f"an object in {self._file(item)}"
-            return plain_load(Archive(view), cast(Any, _View(view)), what, self._max_whole_bytes or 0)
-        except DamagedError as error:
-            raise self._damaged(item, str(error)) from error
 
     def _file(self, item: Stored) -> str:
         return f"{self._checkpoint.path}/{item.file}"

@@ -279,30 +279,6 @@ def read_names(file: Path | None) -> list[Any] | None:
         raise CheckpointError(f"{file} does not name parameters ({error}); {_HOW}") from error
 
 
-def _dealt_out(
-    where: str, groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape], names: Sequence[Any] | None
-) -> list[list[str]]:
-    """Return the names of each group's parameters; ``names``: the user's, with or without groups."""
-    lists = [each if isinstance(each, list) else [each] for each in names or ()]
-    flat = [name for each in lists for name in each]
-    if unknown := [name for name in flat if name not in shapes]:
-        raise CheckpointError(f"--names has {some_of(unknown, 3)}, and {where} has no such weights; name its weights")
-    if names and isinstance(names[0], list):
-        dealt = [
-            _ways([needs], {name: shapes[name] for name in own}) for needs, own in zip(groups, lists, strict=False)
-        ]
-        fits = [*map(len, groups)] == [*map(len, lists)] and all(ways for ways, _ in dealt)
-        ways, found = int(fits), lists
-    else:
-        ways, found = _ways(groups, {name: shapes[name] for name in flat} if names else shapes)
-    if ways != 1:
-        why = "several ways to name them fit" if ways else "the model's names and shapes do not fit"
-        numbers = f"{sum(map(len, groups))} of them in groups of {[*map(len, groups)]}"
-        why += f" ({len(flat)} names were given)" if names else ""
-        raise CheckpointError(f"{where}: the optimizer has parameters by number, {numbers}, and {why}; {_HOW}")
-    return found
-
-
 def _ways(groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape]) -> tuple[int, list[list[str]]]:
     """Count the ways to deal out the names in order, up to two, and return one of them."""
     spare, ends = len(shapes) - sum(map(len, groups)), tuple(map(len, groups))
@@ -361,7 +337,26 @@ class _Optimizer:
         return renamed
 
     def _units(self, names: Sequence[Any] | None, needs: Mapping[Any, Need]) -> dict[Any, list[str]]:
-        found = _dealt_out(self.where, [[needs[n] for n in group] for group in self.groups], self.shapes, names)
+        """Return the names of each number, dealt out to the groups; ``names``: the user's, with or without groups."""
+        groups = [[needs[n] for n in group] for group in self.groups]
+        lists = [each if isinstance(each, list) else [each] for each in names or ()]
+        flat = [name for each in lists for name in each]
+        if unknown := [name for name in flat if name not in self.shapes]:
+            raise CheckpointError(
+                f"--names has {some_of(unknown, 3)}, and {self.where} has no such weights; name its weights"
+            )
+        if names and isinstance(names[0], list):
+            pairs = zip(groups, lists, strict=False)
+            dealt = [_ways([own], {name: self.shapes[name] for name in given}) for own, given in pairs]
+            fits = [*map(len, groups)] == [*map(len, lists)] and all(ways for ways, _ in dealt)
+            ways, found = int(fits), lists
+        else:
+            ways, found = _ways(groups, {name: self.shapes[name] for name in flat} if names else self.shapes)
+        if ways != 1:
+            why = "several ways to name them fit" if ways else "the model's names and shapes do not fit"
+            numbers = f"{sum(map(len, groups))} of them in groups of {[*map(len, groups)]}"
+            why += f" ({len(flat)} names were given)" if names else ""
+            raise CheckpointError(f"{self.where}: the optimizer has parameters by number, {numbers}, and {why}; {_HOW}")
         return dict(zip(self.numbers, ([name] for each in found for name in each), strict=True))
 
     def _flat_units(self, names: Sequence[Any] | None) -> dict[Any, list[str]]:

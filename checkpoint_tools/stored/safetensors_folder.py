@@ -70,23 +70,21 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapp
                 pass
         found = json.loads(content)
         metadata = found.pop(METADATA_KEY, None) or {}
-        chunks = {key: _chunk(key, entry, file, _LENGTH.size + header_bytes) for key, entry in found.items()}
+        chunks = {}
+        for key, entry in found.items():
+            dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
+            if dtype is None or len(shape) > MAX_DIMS:
+                raise ValueError(
+                    f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which these tools do not know"
+                )
+            begin, nbytes = _LENGTH.size + header_bytes + entry["data_offsets"][0], math.prod(shape) * dtype.itemsize
+            chunks[key] = StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, dtype)
         return dict(sorted(chunks.items(), key=lambda each: each[1].offset_bytes)), metadata
     except Exception as error:  # the package's errors, or MemoryError and the like
         raise CheckpointError(
             f"{folder.path}/{file} is not a whole safetensors file ({shortened(str(error))}); fetch it again, or use "
             "another one"
         ) from error
-
-
-def _chunk(key: str, entry: Any, file: str, data_at: int) -> StoredChunk:
-    dtype, shape = DTYPES.get(entry["dtype"]), entry["shape"]
-    if dtype is None or len(shape) > MAX_DIMS:
-        raise ValueError(
-            f"{key} has the dtype {entry['dtype']} and {len(shape)} dimensions, which these tools do not know"
-        )
-    begin, nbytes = data_at + entry["data_offsets"][0], math.prod(shape) * dtype.itemsize
-    return StoredChunk((0,) * len(shape), tuple(shape), file, begin, nbytes, dtype)
 
 
 def with_header(tensors: Iterable[tuple[str, StoredTensor]]) -> tuple[bytes, list[str]]:
@@ -193,7 +191,22 @@ class _Reading:
             for file, keys in files.items():
                 self._add(file, keys, is_model=is_model)
         if OBJECTS_FILE in self.json_files:
-            self._read_objects()
+            stored, where = self._read_json(OBJECTS_FILE), f"{self.folder.path}/{OBJECTS_FILE}"
+            if not isinstance(stored, dict) or stored.get("format") != OBJECTS_FORMAT:
+                raise CheckpointError(
+                    f"{where} is not what these tools write (format {OBJECTS_FORMAT!r}); move it away to convert the "
+                    "tensors alone"
+                )
+            try:
+                for key in sorted(stored["stored"], key=natural_order):
+                    content = base64.b64decode(stored["stored"][key], validate=True)
+                    self.objects[key] = StoredObject(OBJECTS_FILE, 0, 0, content)
+                self.paths = {key: _path(path) for key, path in stored["paths"].items()}
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{where} is damaged ({type(error).__name__}: {error}); fetch it again"
+                ) from error
+            self._record_prefix(stored)
 
     def _listed(self) -> tuple[dict[str, Collection[str]], dict[str, Collection[str]]]:
         """List the files of the model and others, with keys that must be in them."""
@@ -282,22 +295,6 @@ class _Reading:
             raise
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.folder.path}/{file} is no JSON ({error}); fetch it again") from error
-
-    def _read_objects(self) -> None:
-        found, where = self._read_json(OBJECTS_FILE), f"{self.folder.path}/{OBJECTS_FILE}"
-        if not isinstance(found, dict) or found.get("format") != OBJECTS_FORMAT:
-            raise CheckpointError(
-                f"{where} is not what these tools write (format {OBJECTS_FORMAT!r}); move it away to convert the "
-                "tensors alone"
-            )
-        try:
-            for key in sorted(found["stored"], key=natural_order):
-                content = base64.b64decode(found["stored"][key], validate=True)
-                self.objects[key] = StoredObject(OBJECTS_FILE, 0, 0, content)
-            self.paths = {key: _path(path) for key, path in found["paths"].items()}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{where} is damaged ({type(error).__name__}: {error}); fetch it again") from error
-        self._record_prefix(found)
 
 
 def _path(found: Any) -> Path:
