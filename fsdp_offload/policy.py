@@ -37,11 +37,12 @@ def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
-            except (
-                TypeError
-            ):  # binding only then: each step calls such functions, and binding takes longer than many of them
-                problem = _problem_with(signature, args, kwargs)
-                if not problem:
+            except TypeError:
+                try:  # only now: each step calls such functions, and binding takes longer than many of them
+                    signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    problem = str(error)
+                else:
                     raise
             unknown = [name for name in kwargs if name not in known]
             advice = [f" {others[name]}" if name in others else nearest_to(name, known) for name in unknown]
@@ -51,14 +52,6 @@ def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
         return call
 
     return told
-
-
-def _problem_with(signature: inspect.Signature, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return ""
 
 
 def nearest_to(name: object, known: Iterable[str]) -> str:

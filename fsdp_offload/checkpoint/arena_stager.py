@@ -164,7 +164,12 @@ class ArenaStager(AsyncStager):
         copies = {key: loan.tensor(made) for key, made in copies.items()}
         for number, (value, parts) in enumerate(zip(values, leaves, strict=True)):  # while the device copies
             staged = [copies[key] if (key := _key(leaf)) in copies else loan.tensor(leaf) for leaf in parts]
-            values[number] = _over(value, staged) if isinstance(value, Tensor) else copy.deepcopy(value)
+            if not isinstance(value, Tensor):
+                values[number] = copy.deepcopy(value)
+            elif type(local_shard(value)) in (Tensor, torch.nn.Parameter):  # the usual case, and the faster one
+                values[number] = over_local(value, staged[0])
+            else:
+                values[number] = describe_value(value).build(staged)
         result = StagedDict(loan, tree_unflatten(values, structure))
         for lending, read in lent.items():  # last, so that a failed stage() lends nothing
             lending.lend(loan, read)
@@ -191,11 +196,6 @@ class ArenaStager(AsyncStager):
 
 def _key(leaf: Tensor) -> _Key:
     return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-
-
-def _over(value: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    is_plain = type(local_shard(value)) in (Tensor, torch.nn.Parameter)  # the usual case, and the faster one
-    return over_local(value, leaves[0]) if is_plain else describe_value(value).build(leaves)
 
 
 class Loan:

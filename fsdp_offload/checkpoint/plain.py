@@ -43,17 +43,6 @@ class Unmoved:
         self.layouts, self.conventions = Layouts(type(optimizer), capabilities), capabilities.conventions
         self.names, self.plan = names_by_place(optimizer), SimpleNamespace(shards={})
 
-    def new_state(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any]) -> UserState:
-        """Return memory for the state that a first step would create for ``param``; counters are zero."""
-        layout = self.layouts.learn(optimizer, param, group, self.names[param])
-        on_locals, device = self.layouts.capabilities.elementwise, compute_device(param)
-        shard = StateShard(param, self.names[param], on_locals, cuttable=False, layout=layout, group=0)
-        forms = [(leaf.shape, leaf.stride, leaf.dtype) for leaf in shard.leaf_layouts]
-        leaves = [torch.empty_strided(*form[:2], dtype=form[2], device=device) for form in forms]
-        values = shard.home_over(leaves).values
-        counters = {name: zero_like(example) for name, example in layout.scalars.items()}
-        return self.conventions.as_saved(optimizer, param, counters | values, values, empty=True)
-
 
 _offered: "weakref.WeakKeyDictionary[Optimizer, OffloadedState]" = weakref.WeakKeyDictionary()
 
@@ -125,7 +114,16 @@ def to_load_into(optimizer: Optimizer, engine: Unmoved) -> tuple[dict[Tensor, Us
                 values = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
                 found[param] = engine.conventions.as_saved(optimizer, param, state, values, empty=False)
             elif is_trained(param) or engine.conventions.state_without_gradient:
-                found[param], is_new = engine.new_state(optimizer, param, group), True
+                # Memory for the state that a first step would create; counters are zero.
+                layout = engine.layouts.learn(optimizer, param, group, engine.names[param])
+                on_locals, device = engine.layouts.capabilities.elementwise, compute_device(param)
+                shard = StateShard(param, engine.names[param], on_locals, cuttable=False, layout=layout, group=0)
+                forms = [(leaf.shape, leaf.stride, leaf.dtype) for leaf in shard.leaf_layouts]
+                leaves = [torch.empty_strided(*form[:2], dtype=form[2], device=device) for form in forms]
+                values = shard.home_over(leaves).values
+                counters = {name: zero_like(example) for name, example in layout.scalars.items()}
+                found[param] = engine.conventions.as_saved(optimizer, param, counters | values, values, empty=True)
+                is_new = True
     counters = engine.layouts.group_counters_at_zero() if is_new else {}
     return {param: state for param, state in found.items() if state}, [
         {**counters, **group} for group in optimizer.param_groups

@@ -234,7 +234,12 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
                 vars(value)[LEFT] = key not in self.state_dict
             if isinstance(filled, Tensor) and isinstance(value, Tensor) and value.is_meta:
                 container[place] = self._shaped.get(key, filled)
-        for path in {_up_to_state(self.mappings[key], parameter) for key, parameter in self.taken_out.items()}:
+        taken = set()  # paths of values of a parameter's state; such a value may be a dict itself
+        for key, parameter in self.taken_out.items():
+            path = self.mappings[key]
+            begins = (path[:length] for length in range(1, len(path)))
+            taken.add(next((begin for begin in begins if len(".".join(map(str, begin))) > len(parameter)), path))
+        for path in taken:
             container, place = _place(self._users_state_dict, path)
             if len(path) > 1:  # dcp.load() needs outermost keys; load() removes them afterwards
                 del container[place]
@@ -248,8 +253,20 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
 
     def _missing(self, requested: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[Found]:
         missing = [key for key in requested if key not in stored]
-        listed_ones = self._listed_parameters(stored) if any(".state." in f".{key}" for key in missing) else ()
-        parameters = set(map(without_wrappers, listed_ones))
+        found: set[str] = set()  # root and FQN (``…state.{fqn}``) of the parameters that the stored param groups list
+        if any(".state." in f".{key}" for key in missing):
+            entries = [(key, *split) for key in stored if (split := _group_entry(key)) is not None]
+            lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
+            found = {root + entry.rpartition(".")[0] for _, root, entry in entries if root not in lists.values()}
+            if lists and self.reader is not None:
+                values: dict[str, Any] = dict.fromkeys(lists, ())
+                with warnings.catch_warnings():
+                    # No collective, on purpose: a few bytes, on every rank. With a copy of the reader, which each load
+                    # sets up.
+                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                    state_dict_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
+                found |= {f"{root}{fqn}" for key, root in lists.items() for fqn in values[key]}
+        parameters = set(map(without_wrappers, found))
         with_state = {parameter_of(without_wrappers(key), parameters) for key in stored} if parameters else set()
         for key in missing:
             parameter = parameter_of(without_wrappers(key), parameters)
@@ -259,20 +276,6 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
                 self.taken_out[key] = key.rpartition(".")[0]
             elif not self._may_be_missing(key):
                 yield Problem.MISSING, key, ""
-
-    def _listed_parameters(self, stored: Mapping[str, Any]) -> set[str]:
-        """Return root and FQN (``…state.{fqn}``) of the parameters that the stored param groups list."""
-        entries = [(key, *split) for key in stored if (split := _group_entry(key)) is not None]
-        lists = {key: root for key, root, entry in entries if _NESTED_GROUP.fullmatch(entry)}
-        found = {root + entry.rpartition(".")[0] for _, root, entry in entries if root not in lists.values()}
-        if lists and self.reader is not None:
-            values: dict[str, Any] = dict.fromkeys(lists, ())
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: no collective
-                # A few bytes, on every rank. With a copy of the reader, which each load sets up.
-                state_dict_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
-            found |= {f"{root}{fqn}" for key, root in lists.items() for fqn in values[key]}
-        return found
 
     def _extra(self, stored: Mapping[str, Any]) -> list[Found]:
         """List stored keys that this rank does not request, but that share a root with requested ones."""
@@ -445,7 +448,16 @@ class SavePlanner(default_planner.DefaultSavePlanner):
             for engine in refuse_templates(self.state_dict, offloaded):
                 engine.wait_all_home(may_write=False)  # later steps may have left state on the device
         plan = super().create_local_plan()
-        return dataclasses.replace(plan, planner_data=(plan.planner_data, dict(self._offers())))
+        # Mesh and digest of each chunk that ranks outside of its mesh may offer as well.
+        roots = tuple({found[0] for key in self.state_dict if (found := _group_entry(key)) is not None})
+        offers: dict[_Place, tuple[int, bytes]] = {}
+        for item in self.plan.items:
+            key, value = item.index.fqn, self.state_dict[item.index.fqn]
+            is_compared = is_dtensor(value) or (isinstance(value, Tensor) and value.dim() and key.startswith(roots))
+            if is_compared and may_be_another_ranks(value):
+                digest = digest_of(self.lookup_object(item.index))
+                offers[key, tuple(item.index.offset or ())] = first_rank(value), digest
+        return dataclasses.replace(plan, planner_data=(plan.planner_data, offers))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return DCP's plan, on the coordinator, if disjoint meshes have equal tensors under equal keys and offsets."""
@@ -470,16 +482,6 @@ class SavePlanner(default_planner.DefaultSavePlanner):
                 "optimizer keep a DTensor on the parameter's mesh."
             )
         return super().create_global_plan([dataclasses.replace(p, planner_data=p.planner_data[0]) for p in all_plans])
-
-    def _offers(self) -> Iterator[tuple[_Place, tuple[int, bytes]]]:
-        """Yield mesh and digest of each chunk that ranks outside of its mesh may offer as well."""
-        roots = tuple({found[0] for key in self.state_dict if (found := _group_entry(key)) is not None})
-        for item in self.plan.items:
-            key, value = item.index.fqn, self.state_dict[item.index.fqn]
-            is_compared = is_dtensor(value) or (isinstance(value, Tensor) and value.dim() and key.startswith(roots))
-            if is_compared and may_be_another_ranks(value):
-                place = key, tuple(item.index.offset or ())
-                yield place, (first_rank(value), digest_of(self.lookup_object(item.index)))
 
 
 def digest_of(chunk: Tensor) -> bytes:
@@ -562,12 +564,6 @@ def _group_entry(key: str) -> tuple[str, str] | None:
     dotted = f".{key}"
     groups = _GROUPS.search(dotted)
     return None if groups is None else (f"{dotted[: groups.start()]}.state."[1:], dotted[groups.end() :])
-
-
-def _up_to_state(path: tuple[Any, ...], parameter: str) -> tuple[Any, ...]:
-    """Return the part of ``path`` that ends at one value of ``parameter``'s state, which may be a dict itself."""
-    begins = (path[:length] for length in range(1, len(path)))
-    return next((begin for begin in begins if len(".".join(map(str, begin))) > len(parameter)), path)
 
 
 def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Iterator[Found]:

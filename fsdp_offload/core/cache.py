@@ -168,32 +168,29 @@ class Cache:
             return False
         item.block, self.held[item] = block, None
         try:
-            self._fill(item, block)
+            load = self.lanes.load
+            load.wait(*block.free)  # R1: the last users may still be reading or storing these bytes
+            if item.exists:
+                load.wait(item.home.stored)  # R2: the last store into this home may still be running
+                timed = _NOTHING if self.stopwatch is None else self.stopwatch.copying(load, item.nbytes)
+                with recorded(f"fsdp_offload L {item.name}"), timed:
+                    pairs = item.copies(item.home.bytes)
+                    load.copy([(target, source) for source, target in pairs], alone=self.copies_alone)
+                item.ready = item.home.read["load"] = load.mark()
+                self.moved.loads += len(item.home.bytes)
+                self.moved.loaded_bytes += item.nbytes
+            else:
+                item.ready = load.mark()  # nothing to load; but the update that fills the place has to wait, too (R1)
+            if item.home.exposed_at is not None:  # otherwise only we can have written the home, and versions cost time
+                item.home.see()
+            item.used.clear()
+            item.known_to.clear()
         except BaseException:  # an interrupt, too: the place would count as filled
             self.lanes.load.wait(*block.free)
             item.ready = self.lanes.load.mark()
             self.forget([item])
             raise
         return True
-
-    def _fill(self, item: Item, block: Block) -> None:
-        load = self.lanes.load
-        load.wait(*block.free)  # R1: the last users may still be reading or storing these bytes
-        if item.exists:
-            load.wait(item.home.stored)  # R2: the last store into this home may still be running
-            timed = _NOTHING if self.stopwatch is None else self.stopwatch.copying(load, item.nbytes)
-            with recorded(f"fsdp_offload L {item.name}"), timed:
-                pairs = item.copies(item.home.bytes)
-                load.copy([(target, source) for source, target in pairs], alone=self.copies_alone)
-            item.ready = item.home.read["load"] = load.mark()
-            self.moved.loads += len(item.home.bytes)
-            self.moved.loaded_bytes += item.nbytes
-        else:
-            item.ready = load.mark()  # nothing to load; but the update that fills the place has to wait as well (R1)
-        if item.home.exposed_at is not None:  # otherwise only we can have written the home, and versions cost time
-            item.home.see()
-        item.used.clear()
-        item.known_to.clear()
 
     def changed(self, item: Item, mark: Mark) -> None:
         """Note an update of the place of ``item`` that ends at ``mark``."""
@@ -328,22 +325,17 @@ class Cache:
         pool = item.pool
         assert pool is not None, item.name
         while not pool.free:
-            if pool.made < pool.count + pool.lasting and self._may_take(pool):
-                break
+            if pool.made < pool.count + pool.lasting and not self.is_full:
+                try:
+                    self._take(pool)
+                    break
+                except torch.OutOfMemoryError:
+                    self.is_full = True  # each further attempt would make the allocator wait for the device
             if not self._evict(pool, None if must else distance):
                 if not must:
                     return None
                 self._take(pool)  # the update needs a block, even if that exceeds the count
         return pool.free.pop(0)
-
-    def _may_take(self, pool: Pool) -> bool:
-        """Take a block unless the device had no memory for one in this iteration; return whether it did so."""
-        try:
-            if not self.is_full:
-                self._take(pool)
-        except torch.OutOfMemoryError:
-            self.is_full = True  # each further attempt would make the allocator wait for the device
-        return not self.is_full
 
     def _take(self, pool: Pool) -> None:
         lane = self.lanes.here()

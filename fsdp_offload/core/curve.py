@@ -104,7 +104,12 @@ class Curve:
         self.is_expected = name in expected
         self.at += expected.index(name) + 1 if self.is_expected else 0
         if self.is_expected and self.at == self._peak_at and self._noted is None:
-            self._look_again(self.read())
+            now = self.read()
+            # Ask for a new reading if two iterations in turn agree with each other, but not with the curve.
+            peak_bytes, last_bytes, self._last_bytes = self._peak.used_bytes, self._last_bytes, now.used_bytes
+            alike_bytes = ALIKE * peak_bytes
+            is_other = abs(now.used_bytes - peak_bytes) > alike_bytes >= abs(now.used_bytes - last_bytes)
+            self._is_wanted = is_other or now.optimizers != self._peak.optimizers
 
     def end(self, *, repeats: bool) -> None:
         """End an iteration. ``repeats``: it had the same uses as the one before, and the next one may be read."""
@@ -141,13 +146,6 @@ class Curve:
         names, positions = [name for name, *_ in noted], [position for _, position, _ in noted]
         self._names, self.positions, self.room_bytes = names, positions, room_bytes  # together: an interrupt may come
         self.is_new = True
-
-    def _look_again(self, now: Reading) -> None:
-        """Ask for a new reading if two iterations in turn agree with each other, but not with the curve."""
-        peak_bytes, last_bytes, self._last_bytes = self._peak.used_bytes, self._last_bytes, now.used_bytes
-        alike_bytes = ALIKE * peak_bytes
-        is_other = abs(now.used_bytes - peak_bytes) > alike_bytes >= abs(now.used_bytes - last_bytes)
-        self._is_wanted = is_other or now.optimizers != self._peak.optimizers
 
 
 class RoomHere:

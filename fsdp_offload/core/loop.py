@@ -352,15 +352,11 @@ class Core:
         before = len(updates.done)
         updates.ready += ready
         self.pump(updates)
-        if self.frees_gradients:
-            self._let_go(updates, [bucket.number for bucket in list(updates.done)[before:]])
-
-    def _let_go(self, updates: Updates, updated: list[int]) -> None:
-        """Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago; compute waits for late updates.
-
-        Later reductions reuse the memory, on a stream that waits for compute.
-        """
-        updates.used_by.append(([*self.updated.values()], updated))
+        if not self.frees_gradients:
+            return
+        # Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago, once compute waits for them: later
+        # reductions reuse the memory, on a stream that waits for compute.
+        updates.used_by.append(([*self.updated.values()], [bucket.number for bucket in list(updates.done)[before:]]))
         while len(updates.used_by) > REDUCTIONS_BEHIND:
             marks, numbers = updates.used_by.popleft()
             if numbers:
@@ -389,18 +385,15 @@ class Core:
         for number, item in self.weights.items():
             if not aside or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.cpu_updates.values())
-        self._settle_held([*[bucket.state for bucket in wanted], *self.weights.values()])
-        for bucket in self.of_group.get(ELSEWHERE, ()):
-            if bucket.groups == (ELSEWHERE,):
-                self._gradients.pop(bucket.number, None)  # no gather will release them
-
-    def _settle_held(self, items: Iterable[Item]) -> None:
-        """Block the host until exposed items are stored: tensors of others change in ``step()``, and not after it."""
-        for item in items:
+        # Exposed items are stored when this returns: tensors of others change in ``step()``, and not after it.
+        for item in (*(bucket.state for bucket in wanted), *self.weights.values()):
             if item.home.exposed_at is not None and item.home.stored is not None:
                 item.home.stored.synchronize()  # R2, on the host: others may read and write the home after step()
                 if item not in self._of_weights:
                     self.cache.drop(item)  # not every write changes a version: the next step() loads the home again
+        for bucket in self.of_group.get(ELSEWHERE, ()):
+            if bucket.groups == (ELSEWHERE,):
+                self._gradients.pop(bucket.number, None)  # no gather will release them
 
     def end(self) -> bool:
         """End the iteration, whose step is complete; return whether it repeated the one before."""
@@ -645,11 +638,6 @@ class Core:
         finally:
             self.reset()
 
-    def forget_updates(self) -> None:
-        """Forget the updates of this step, which have been undone: ``step()`` runs them again."""
-        self.reductions.undone |= self.done.keys()
-        self.cache.pinned, self.updates = (), None
-
     def _updated_items(self) -> set[Item]:
         return {item for bucket in self.done for item in (bucket.state, *bucket.streamed)}
 
@@ -726,4 +714,5 @@ class WayBack:
                 for item in bucket.weights:
                     item.written(mark)
                 lanes.compute.wait(mark)  # R3: the user may read parameters without a gather
-        core.forget_updates()
+        core.reductions.undone |= core.done.keys()  # ``step()`` runs them again
+        core.cache.pinned, core.updates = (), None

@@ -58,7 +58,12 @@ class ParamGroups:
         """
         keys = self.keys_of(optimizer)
         if keys == self.keys:
-            return regrouped and self._are_mostly_dead(states)
+            if not regrouped:
+                return False
+            # Most host memory may belong to parameters that the user has removed, with their state.
+            shards = self._plan.shards.values()
+            dead_bytes = sum(shard.nbytes for shard in shards if is_dead(shard, states))
+            return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
         live = [shard for shard in self._plan.shards.values() if shard.group >= 0]
         try:
             for shard in live if self._layouts.capabilities.known else ():
@@ -90,12 +95,6 @@ class ParamGroups:
 
     def _learnt(self, optimizer: Optimizer, shard: StateShard) -> StateLayout:
         return self._layouts.learn(optimizer, shard.param, optimizer.param_groups[shard.group], shard.name)
-
-    def _are_mostly_dead(self, states: StateStore) -> bool:
-        """Return whether most host memory belongs to parameters that the user has removed, with their state."""
-        shards = self._plan.shards.values()
-        dead_bytes = sum(shard.nbytes for shard in shards if is_dead(shard, states))
-        return 2 * dead_bytes > sum(shard.nbytes for shard in shards)
 
     def check_entries(self, optimizer: Optimizer, entries: Iterable[tuple[StateShard, UserState]]) -> None:
         """Refuse state that lacks a part, or has a counter of another form: the class would fail between updates."""

@@ -500,9 +500,19 @@ class OldParameters:
         """Take the memory; return an empty string, or the reason why there is not enough."""
         plan = self._plan
         self.forget()
-        self.is_known, buckets = True, self._takeable()
+
+        def is_takeable(shard: StateShard) -> bool:
+            fixed = local_shard(shard.param).is_contiguous() and not has_inner_tensors(shard.param)
+            return not (shard.on_host or shard.layout.left_out) and (fixed or shard.param in plan.streamed)
+
+        # All buckets of a shard can be rolled back, or none, as its ranges are updated in order.
+        shards = {bucket.number: home_of(bucket).shards for bucket in plan.buckets}
+        left = {number for number, its in shards.items() if all(map(is_takeable, its))}
+        while torn := {n for n in left if any(not left.issuperset(shard.buckets) for shard in shards[n])}:
+            left -= torn
+        self.is_known = True
         begins, nbytes = {}, 0
-        for bucket in buckets:
+        for bucket in (one for one in plan.buckets if one.number in left):
             begins[bucket] = nbytes
             nbytes += sum(aligned(param.numel()) for param in self._ranges(bucket))
         plan.others = [one for one in plan.others if one is not self._region]
@@ -518,20 +528,6 @@ class OldParameters:
         plan.others.append(region)
         self.begins = begins
         return ""
-
-    def _takeable(self) -> list[Bucket]:
-        """List buckets that can be rolled back; all buckets of a shard or none, as its ranges are updated in order."""
-        plan = self._plan
-
-        def is_takeable(shard: StateShard) -> bool:
-            fixed = local_shard(shard.param).is_contiguous() and not has_inner_tensors(shard.param)
-            return not (shard.on_host or shard.layout.left_out) and (fixed or shard.param in plan.streamed)
-
-        shards = {bucket.number: home_of(bucket).shards for bucket in plan.buckets}
-        left = {number for number, its in shards.items() if all(map(is_takeable, its))}
-        while torn := {n for n in left if any(not left.issuperset(shard.buckets) for shard in shards[n])}:
-            left -= torn
-        return [bucket for bucket in plan.buckets if bucket.number in left]
 
     def _ranges(self, bucket: Bucket) -> Iterable[Tensor]:
         """Yield the flat bytes of the bucket's parameter ranges that stay on the device."""

@@ -244,7 +244,9 @@ class Plan:
                 self._policy, elementwise=elementwise, together=self.together, sizes=both
             )
         fraction = self._policy.host_fraction
-        sizes = [_largest_numel(one) if fraction and not has_inner_tensors(one.param) else 0 for one in shards]
+        # Elements of the largest shard of each parameter over all ranks, which have to choose alike.
+        may_share = (fraction and one.layout.values and not has_inner_tensors(one.param) for one in shards)
+        sizes = [largest_local_numel(one.param) if may else 0 for one, may in zip(shards, may_share, strict=True)]
         for shard, on_host in zip(shards, choose_host_share(sizes, fraction), strict=True):
             shard.on_host = on_host
             shard.together = self._joined.get(shard.param, ELSEWHERE)
@@ -554,11 +556,6 @@ class Lending:
 def _spec(shard: StateShard) -> ShardSpec:
     leaf_nbytes = tuple(leaf.nbytes for leaf in shard.leaf_layouts)
     return ShardSpec(shard.local_numel, leaf_nbytes, shard.cuttable, shard.together)
-
-
-def _largest_numel(shard: StateShard) -> int:
-    """Return the elements of the largest shard of this parameter over all ranks, which have to choose alike."""
-    return largest_local_numel(shard.param) if shard.layout.values else 0
 
 
 def versions_of(homes: Iterable[ShardHome]) -> list[tuple[int, ...]]:

@@ -54,7 +54,11 @@ def check_loadable(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str
         saved = engine.conventions.without_dispensable(param, present)
         name = engine.names.get(param, str(saved_id))
         if saved and whole:
-            loaded[param] = _of_whole(engine, name, param, saved) | absent
+            # Any layout and dtypes, but the same sharding.
+            homes = engine.plan.shards[param].homes if param in engine.plan.shards else {}
+            for key in homes.keys() & saved.keys():
+                _check_sharding(f"{name}, {key!r}", homes[key], saved[key])
+            loaded[param] = saved | absent
         elif saved:
             layout = _expected_layout(engine, optimizer, param, index, saved_groups[index])
             checked = _checked(engine, name, param, layout, saved, optimizer.state.get(param, {}))
@@ -126,7 +130,13 @@ def _checked(
         )
     for key, example in layout.scalars.items():
         if key in saved:
-            _check_scalar(f"{name}, {key!r}", example, saved[key])
+            value = saved[key]  # old checkpoints have numbers for tensors
+            is_number = isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if isinstance(example, Tensor | bool | int | float) and not is_number:
+                got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(
+                    f"load_state_dict: {name}, {key!r} should be a number or a tensor with one element, got {got}."
+                )
     for key, value_layout in layout.values.items():
         if key in saved:
             _check_value(engine, f"{name}, {key!r}", param, value_layout, saved[key])
@@ -134,22 +144,6 @@ def _checked(
         key: value if key in layout.values else _like_example(layout.scalars.get(key), value)
         for key, value in saved.items()
     }
-
-
-def _of_whole(engine: Engine, name: str, param: Tensor, saved: UserState) -> UserState:
-    """Return the saved state of a parameter of a whole optimizer: any layout and dtypes, but the same sharding."""
-    homes = engine.plan.shards[param].homes if param in engine.plan.shards else {}
-    for key in homes.keys() & saved.keys():
-        _check_sharding(f"{name}, {key!r}", homes[key], saved[key])
-    return dict(saved)
-
-
-def _check_scalar(place: str, example: object, saved: object) -> None:
-    """Refuse a counter that is not a number or a tensor of one element; old checkpoints have numbers for tensors."""
-    is_number = isinstance(saved, bool | int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)
-    if isinstance(example, Tensor | bool | int | float) and not is_number:
-        got = f"a tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else repr(saved)
-        raise ValueError(f"load_state_dict: {place} should be a number or a tensor with one element, got {got}.")
 
 
 def _check_value(engine: Engine, place: str, param: Tensor, value: ValueLayout, saved: object) -> None:

@@ -147,8 +147,15 @@ class Step(Turning):
             for bucket in buckets:
                 home_of(bucket).follow()
 
-    def _bind(self, bucket: Bucket) -> list[BoundRange]:
-        """Bind the ranges of a bucket in their current place, as the optimizer sees them."""
+    def is_late(self, bucket: Bucket) -> bool:
+        """Return whether a gradient came after the update of ``bucket``."""
+        used = self.used.get(bucket.number)
+        late = [] if used is None else [one.param for one in home_of(bucket).shards if one not in used]
+        return bool(late) and any(self._lending.gradient(param) is not None for param in late)
+
+    def _to_update(self, bucket: Bucket) -> list[tuple[BoundRange, Tensor | None]]:
+        """Pair ranges of a bucket with their gradients, except for gradients that this step has used already."""
+        used, gradient = self.used.setdefault(bucket.number, set()), self._lending.gradient
         block = bucket.state.block
         blocks = tuple([item.block for item in bucket.streamed])
         bound: list[BoundRange] | None = bucket.bound.get(blocks)  # type: ignore[assignment]
@@ -160,18 +167,7 @@ class Step(Turning):
             if not (bound and memory is not None and known and all(one.move_to(memory, place) for one in bound)):
                 bound = self._contents.plan.bind(bucket, memory, place)
             bucket.bound[blocks] = bound
-        return bound
-
-    def is_late(self, bucket: Bucket) -> bool:
-        """Return whether a gradient came after the update of ``bucket``."""
-        used = self.used.get(bucket.number)
-        late = [] if used is None else [one.param for one in home_of(bucket).shards if one not in used]
-        return bool(late) and any(self._lending.gradient(param) is not None for param in late)
-
-    def _to_update(self, bucket: Bucket) -> list[tuple[BoundRange, Tensor | None]]:
-        """Pair ranges of a bucket with their gradients, except for gradients that this step has used already."""
-        used, gradient = self.used.setdefault(bucket.number, set()), self._lending.gradient
-        found = [(one, gradient(one.shard.param)) for one in self._bind(bucket) if one.shard not in used]
+        found = [(one, gradient(one.shard.param)) for one in bound if one.shard not in used]
         used.update([one.shard for one, grad in found if grad is not None])
         return found
 

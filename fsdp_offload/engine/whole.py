@@ -117,7 +117,11 @@ class WholeEngine(Engine):
 
         Counters that the optimizer already had go to the device on which it kept them.
         """
-        examples = {param: _devices_of(shard.layout.scalars) for param, shard in self.plan.shards.items()}
+        examples = {  # of each counter, the device by its path
+            param: {path: one.device for path, one in leaves if isinstance(one, Tensor)}
+            for param, shard in self.plan.shards.items()
+            for leaves in [tree_leaves_with_path(dict(shard.layout.scalars))]
+        }
         self.settle()
         self.lending.wait()
         self._follow_groups(optimizer, states)
@@ -305,11 +309,6 @@ def _kept_beside(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _dense(tensor: Tensor) -> list[Tensor]:
     return [leaf for leaf in leaves_of(tensor) if leaf.layout == torch.strided and not leaf.is_meta]
-
-
-def _devices_of(scalars: Mapping[str, object]) -> dict[Any, torch.device]:
-    """Return the device of each tensor in ``scalars``, by its path."""
-    return {path: one.device for path, one in tree_leaves_with_path(dict(scalars)) if isinstance(one, Tensor)}
 
 
 class _Copies:
