@@ -418,32 +418,29 @@ class Core:
         self._divide_room()
 
     def pump(self, updates: Updates) -> None:
-        """Update all ready buckets, and load the items that are used next."""
+        """Update all ready buckets, and load the items that are used next.
+
+        One update takes a bucket, and others of the same groups whose items are on the device already: each update
+        costs the host 0.3 ms. It leaves one block in transit to the next load, so that the link is busy both ways while
+        the updated items are stored.
+        """
         if not updates.ready:
             self.prefetch()
         while updates.ready:
-            self.update(updates, self._take_ready(updates))
+            first, *others = updates.ready
+            taken, nbytes, passing = [first], first.state.nbytes, int(not first.state.kept)
+            for one in () if first.on_host else others:
+                nbytes, passing = nbytes + one.state.nbytes, passing + (not one.state.kept)
+                is_like = (one.groups, one.on_host, one.state.exists) == (first.groups, False, first.state.exists)
+                is_there = None not in [item.block for item in one.streamed]
+                pool = one.state.pool
+                leaves_room = one.state.kept or pool is None or passing < pool.passing + pool.beyond
+                if not (is_like and is_there and leaves_room) or nbytes > updates.joined_bytes:
+                    break
+                taken.append(one)
+            del updates.ready[: len(taken)]
+            self.update(updates, tuple(taken))
             self.prefetch()
-
-    def _take_ready(self, updates: Updates) -> tuple[Bucket, ...]:
-        """Take the next bucket, and others that one update can join to it: each update costs the host 0.3 ms.
-
-        It joins buckets of the same groups whose items are on the device already. It leaves one block in transit to the
-        next load, so that the link is busy both ways while the updated items are stored.
-        """
-        first, *others = updates.ready
-        taken, nbytes, passing = [first], first.state.nbytes, int(not first.state.kept)
-        for one in () if first.on_host else others:
-            nbytes, passing = nbytes + one.state.nbytes, passing + (not one.state.kept)
-            is_like = (one.groups, one.on_host, one.state.exists) == (first.groups, False, first.state.exists)
-            is_there = None not in [item.block for item in one.streamed]
-            pool = one.state.pool
-            leaves_room = one.state.kept or pool is None or passing < pool.passing + pool.beyond
-            if not (is_like and is_there and leaves_room) or nbytes > updates.joined_bytes:
-                break
-            taken.append(one)
-        del updates.ready[: len(taken)]
-        return tuple(taken)
 
     def update(self, updates: Updates, buckets: Sequence[Bucket]) -> None:
         """Run the user's optimizer on ``buckets``, and store the items that it has changed."""
