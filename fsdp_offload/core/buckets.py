@@ -41,6 +41,7 @@ class Bucket:
         on_host: the CPU updates it: its state is updated in its home, and never moves.
         after: numbers of buckets with earlier ranges of its parameters. Ranges are updated in order: the last one
             commits the parameter's counters, from which all ranges start.
+        followers: buckets with later ranges of its parameters.
         streamed: items that its update needs on the device: its state, and parameters whose home is on the host.
         old: pairs of host memory and the parameter range on the device that a roll-back copies from there.
         bound: its ranges as the optimizer sees them, by the blocks that ``streamed`` had when they were bound.
@@ -54,6 +55,7 @@ class Bucket:
     on_host: bool = False
     after: frozenset[int] = frozenset()
     old: Sequence[Copy] = ()
+    followers: "tuple[Bucket, ...]" = ()
     streamed: tuple[Item, ...] = field(init=False)
     use: Use = field(init=False)
     bound: dict[tuple[Block | None, ...], object] = field(init=False)

@@ -140,7 +140,6 @@ class Item:
         nbytes: size of its place.
         pool: the pool whose blocks it fits.
         home: its bytes on the host.
-        fixed: tensors of parameters that stay on the device, for lanes that look for races.
         exists: home or place holds values; state does not exist before the first step.
         block: the block that is its place; ``None``: it is not on the device.
         dirty: the home is older than the place.
@@ -157,7 +156,6 @@ class Item:
     nbytes: int = 0
     pool: Pool | None = None
     home: Home = field(default_factory=Home)
-    fixed: Sequence[Tensor] = ()
     exists: bool = True
     block: Block | None = None
     dirty: bool = False
@@ -194,8 +192,8 @@ class Item:
         return [(one, memory[offset : offset + one.numel()]) for one, offset in at_home]
 
     def place(self) -> Sequence[Tensor]:
-        """Return the device tensors that an update of this item writes."""
-        return self.fixed if self.block is None else [self.block.memory[: self.nbytes]]
+        """Return the device tensors that an update of this item writes, as far as they lie in a place."""
+        return [] if self.block is None else [self.block.memory[: self.nbytes]]
 
 
 @dataclass(eq=False)

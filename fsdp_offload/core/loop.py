@@ -174,8 +174,6 @@ class Core:
         self.gives_way = False
         self._gathers: dict[int, Use] = {}
         self.of_group: dict[int, list[Bucket]] = {}
-        self._followers: dict[int, list[Bucket]] = {}  # by bucket number, buckets with later ranges of its parameters
-        self._of_weights: dict[Item, list[Bucket]] = {}
         self._gradients: dict[int, list[Tensor]] = {}  # by bucket number, until compute has waited for the update
         self._room = RoomHere(self.curve, (), (), ())
 
@@ -184,10 +182,9 @@ class Core:
         self.buckets, self.weights = buckets, weights
         for bucket in buckets:
             bucket.connect(tuple(weights[number] for number in bucket.groups))
+            bucket.followers = tuple(one for one in buckets if bucket.number in one.after)
         self.cache.bound = [one.bound for one in buckets]
         self.of_group = {number: [one for one in buckets if number in one.groups] for number in weights}
-        self._followers = {n: [one for one in buckets if n in one.after] for one in buckets for n in one.after}
-        self._of_weights = {item: [one for one in buckets if item in one.weights] for item in weights.values()}
         self.reductions.held.clear()
         self._gathers = {n: Use(f"gather {n}", (item,), gathers=True) for n, item in weights.items() if item.nbytes}
         self.timeline.forget()
@@ -335,7 +332,7 @@ class Core:
                     continue
             found.append(bucket)
             updated.add(bucket.number)
-            looked_at += self._followers.get(bucket.number, ())
+            looked_at += bucket.followers
         return found
 
     def begin(self, updates: Updates) -> None:
@@ -386,10 +383,11 @@ class Core:
             if not aside or number == ELSEWHERE:
                 self.lanes.compute.wait(item.updated, *item.cpu_updates.values())
         # Exposed items are stored when this returns: tensors of others change in ``step()``, and not after it.
-        for item in (*(bucket.state for bucket in wanted), *self.weights.values()):
+        states = {bucket.state: None for bucket in wanted}
+        for item in (*states, *self.weights.values()):
             if item.home.exposed_at is not None and item.home.stored is not None:
                 item.home.stored.synchronize()  # R2, on the host: others may read and write the home after step()
-                if item not in self._of_weights:
+                if item in states:
                     self.cache.drop(item)  # not every write changes a version: the next step() loads the home again
         for bucket in self.of_group.get(ELSEWHERE, ()):
             if bucket.groups == (ELSEWHERE,):
@@ -520,9 +518,10 @@ class Core:
 
         State that is not kept gives up its place: the next load waits for its store, and not for later ones.
         """
+        number_of = {item: number for one in buckets for number, item in zip(one.groups, one.weights, strict=True)}
         for item in {item: None for one in buckets for item in one.streamed}:
-            is_state = item not in self._of_weights
-            is_complete = is_state or updates.done.keys() >= set(self._of_weights[item])
+            is_state = item not in number_of
+            is_complete = is_state or updates.done.keys() >= set(self.of_group[number_of[item]])
             if is_complete and (guess is not None or not item.stays):
                 self.cache.put(item)
                 if is_state and not item.kept:
@@ -577,7 +576,7 @@ class Core:
 
     def _may_be_written(self, item: Item) -> bool:
         """Return whether others may write the home before the next update: a load now would miss the write."""
-        if item in self._of_weights or not item.home.is_held():
+        if item in self.weights.values() or not item.home.is_held():
             return False
         updates = self.updates
         return updates is None or updates.stepping is None or not any(one.state is item for one in updates.ready)

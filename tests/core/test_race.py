@@ -29,6 +29,16 @@ from .deferred import DeferredLanes, IssuedError
 MODES = ("step", "forward", "iteration")
 
 
+@dataclass(eq=False, repr=False)
+class OnDevice(Item):
+    """Parameters that stay on the device: their tensors, for lanes that look for races."""
+
+    fixed: Sequence[Tensor] = ()
+
+    def place(self) -> Sequence[Tensor]:
+        return self.fixed
+
+
 class Counting(Updates):
     """Updates that add a gradient of ones to parameters and state."""
 
@@ -97,7 +107,7 @@ class Trial:
             self.weights[ELSEWHERE] = torch.zeros(2, dtype=torch.int64)
         self.streams = {g for g in range(self.groups) if rng.random() < 0.8} if rng.random() < 0.6 else set()
         self.marks = marks = self.updates.marks = {
-            g: Item(f"w{g}", 16, home=self.weights_home(g)) if g in self.streams else Item(f"w{g}", fixed=[weights])
+            g: Item(f"w{g}", 16, home=self.weights_home(g)) if g in self.streams else OnDevice(f"w{g}", fixed=[weights])
             for g, weights in self.weights.items()
         }
         self.holders = {g for g in self.streams if rng.random() < 0.4}  # whose homes stay with somebody who has looked
