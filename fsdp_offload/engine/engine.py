@@ -150,7 +150,7 @@ class Engine:
     @_alone
     def settle(self) -> None:
         """Bring all items home before homes are written, or planned anew. Do not raise an error of the CPU's update."""
-        self.guesses.take_back()
+        self.guesses.roll_back()
         if self.host is not None:
             self.host.wait()
         self.core.wait_updated()
@@ -238,7 +238,7 @@ class Engine:
         if problem and (not guesses.made or guesses.written()):
             self.refuse("step()", problem)  # a roll-back would overwrite the user's write
         if problem or (guesses.made and guesses.ahead.way_back.is_written()):
-            guesses.take_back()
+            guesses.roll_back()
         try:
             if core.updates is None:
                 self._follow_groups(optimizer, states)
@@ -249,7 +249,7 @@ class Engine:
             updated = self._shards_with_grad(optimizer, states)
             self._note_made(states)
         except BaseException:
-            guesses.take_back()
+            guesses.roll_back()
             raise
         try:
             guesses.settle()  # last, since it waits for the norm
@@ -262,7 +262,7 @@ class Engine:
         wanted, made = [bucket for bucket in core.buckets if bucket.number in numbers], core.cache.lasting_bytes
         try:
             if guesses.step is None:
-                guesses.ahead.is_guess = False  # the backward may have chosen to guess, and begun nothing
+                guesses.ahead.is_speculative = False  # the backward may have chosen to guess, and begun nothing
                 core.updates = Step(self.contents, optimizer, states, kwargs)
             step = guesses.step
             assert step is not None
@@ -305,7 +305,7 @@ class Engine:
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
         core = self.core
         if self.guesses.made:
-            self.guesses.take_back()
+            self.guesses.roll_back()
             core.reset()
             return
         if (core.done or core.torn) and (self.host is None or error is not self.host.error):
@@ -363,7 +363,7 @@ class Engine:
             may_begin = core.frees_all or self.guesses.is_clean
             if self.guesses.announced and not core.frees_all:
                 self.guesses.choose(optimizer, states)
-                may_begin = self.guesses.ahead.is_guess
+                may_begin = self.guesses.ahead.is_speculative
             # Last: with many groups it takes long. Trained parameters without a plan are taken over by step().
             as_before = may_begin and self.groups.are_as_before(optimizer)
             may_begin = as_before and not any(map(is_trained, self.groups.unplanned))
@@ -431,7 +431,7 @@ class Engine:
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
         self._adopt_exchanged(states, optimizer)
         ahead = self.guesses.ahead
-        return Step(self.contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_guess else None)
+        return Step(self.contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_speculative else None)
 
     # Parameters and state of a step -----------------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class Engine:
         self.check_whole(what)
         if mid_step:
             return
-        self.guesses.take_back()
+        self.guesses.roll_back()
         if self.core.done:
             raise RuntimeError(
                 f"{what} refused: the backward has updated a part of it (OffloadPolicy(overlap='iteration')). "
@@ -546,7 +546,7 @@ class Engine:
     @_alone
     def refuse(self, what: str, problem: str = "") -> NoReturn:
         """Refuse an action ``what`` that must not follow an update in the backward: the state is half updated now."""
-        self.guesses.take_back()
+        self.guesses.roll_back()
         self.failure = _REFUSALS[what].format(", with OffloadPolicy(overlap='iteration')", problem)
         self.core.abandon()
         self.guesses.forget()
@@ -557,7 +557,7 @@ class Engine:
     @_looking
     def offload(self, states: StateStore) -> None:
         """Begin to store state that is newer in its place than at home, and copy users' tensors into their homes."""
-        self.guesses.take_back()
+        self.guesses.roll_back()
         if not (self.core.done or self.core.away):
             self._adopt_exchanged(states)
             self.core.cache.flush()
@@ -642,7 +642,7 @@ class Engine:
         Discard a step that the backward has begun. Tensors of ``loaded`` have the form of a state dict. They are
         converted to the form that the optimizer keeps one parameter at a time, to take no more device memory than that.
         """
-        self.guesses.take_back()
+        self.guesses.roll_back()
         ended = {param for bucket in self.core.done for param in bucket.params}
         self.core.abandon()
         self.guesses.forget()
@@ -764,7 +764,7 @@ class Engine:
         self._wait([*state, *self.weights.items.values()], may_write=may_write)
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
-        self.guesses.take_back()
+        self.guesses.roll_back()
         had_failed = bool(self.failure)
         self.core.wait_home(items, may_write=may_write)
         if not had_failed:
@@ -773,7 +773,7 @@ class Engine:
     @_looking
     def wait_updated(self) -> None:
         """Make the current stream wait for all updates, so that it reads new parameters and counters."""
-        self.guesses.take_back()
+        self.guesses.roll_back()
         self.core.wait_updated(lets_go=not self.core.is_foreign)
 
     def synchronize(self) -> None:

@@ -67,7 +67,7 @@ class Ahead:
 
     Attributes:
         way_back: undoes the updates; a forward already stores old parameters for it.
-        is_guess: the step is speculative, and rolled back if its assumption proves wrong.
+        is_speculative: the step is speculative, and rolled back if its assumption proves wrong.
         is_off: updates wait for ``step()``: earlier ones were rolled back, or new ones would be.
         is_touched: a loop that does not clip has changed gradients.
         used: by parameter, the gradient that an update in the backward has used or would use; the versions of gradient
@@ -81,7 +81,7 @@ class Ahead:
 
     def __init__(self, way_back: WayBack) -> None:
         self.way_back = way_back
-        self.is_guess = self.is_off = self.is_touched = False
+        self.is_speculative = self.is_off = self.is_touched = False
         self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
         self.freed: dict[Tensor, Version] = {}
         self.without_state: set[Tensor] = set()
@@ -96,7 +96,7 @@ class Guesses:
     Attributes:
         announced: the loop clips with ``clip_grad_norm_`` of this package.
         unavailable: why updates of a loop that clips wait for ``step()``; empty if they need not.
-        committed, taken_back: counts of speculative steps that were committed, and rolled back.
+        committed, rolled_back: counts of speculative steps that were committed, and rolled back.
         old: host memory for old parameters.
         ahead: record of the updates ahead of the next ``step()``.
     """
@@ -106,7 +106,7 @@ class Guesses:
         capabilities = contents.layouts.capabilities
         self.old = OldParameters(contents.plan)
         self.announced = False
-        self.committed = self.taken_back = 0
+        self.committed = self.rolled_back = 0
         self.unavailable = ""
         if not (capabilities.elementwise and capabilities.known):
             self.unavailable = "this optimizer does not work element by element, or is not in the tested table"
@@ -123,7 +123,7 @@ class Guesses:
     @property
     def made(self) -> bool:
         """Return whether a speculative step is under way, neither committed nor rolled back."""
-        return self.ahead.is_guess and self._core.updates is not None
+        return self.ahead.is_speculative and self._core.updates is not None
 
     @property
     def step(self) -> Step | None:
@@ -154,7 +154,7 @@ class Guesses:
         begun = 'overlap="iteration": the loop clips; '
         if self.unavailable:
             return f"{begun}updates wait for step(), as {self.unavailable}."
-        taken = f"{self.taken_back} of {self.committed + self.taken_back} such steps were taken back"
+        taken = f"{self.rolled_back} of {self.committed + self.rolled_back} such steps were taken back"
         changed = f"in {sum(self._history)} of the last {len(self._history)} steps gradients were changed"
         if not self._is_on:
             return f"{begun}{changed}, so that updates wait for step() until few are. {taken}."
@@ -173,13 +173,13 @@ class Guesses:
         """Choose, ahead of an update in the backward, whether this step is speculative."""
         # With Nesterov's momentum, torch._foreach_* updates write gradients.
         ahead = self.ahead
-        ahead.is_guess = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
-        shards = self._contents.plan.shards.items() if ahead.is_guess else ()
+        ahead.is_speculative = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
+        shards = self._contents.plan.shards.items() if ahead.is_speculative else ()
         ahead.without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
 
     def takes(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
         """Return those of ``buckets`` that may be updated now; the others of a speculative step wait for ``step()``."""
-        if not self.ahead.is_guess:
+        if not self.ahead.is_speculative:
             return buckets
         found: list[Bucket] = []
         waiting: set[int] = set()
@@ -211,7 +211,7 @@ class Guesses:
     def before_gather(self, number: int) -> None:
         """Roll back a speculative step that has changed parameters of a group, which is about to be read."""
         if self.made and self._core.has_updated(number):
-            self.take_back()
+            self.roll_back()
 
     def settle(self) -> None:
         """Commit or roll back a speculative step when ``step()`` is called. The host waits only for the factor."""
@@ -219,11 +219,11 @@ class Guesses:
             return
         ahead = self.ahead
         if ahead.all_one is not None and not self._flags[0].get():
-            self.take_back()
+            self.roll_back()
             return
         core, step = self._core, self.step
         assert step is not None and step.own is not None
-        step.way_back, ahead.is_guess = None, False  # first: after an interrupt, the step is certain
+        step.way_back, ahead.is_speculative = None, False  # first: after an interrupt, the step is certain
         lane = core.lanes.update
         lane.wait(core.lanes.compute.mark())  # R1: the user may still be reading counters on compute
         lane.wait(*core.updated.values())  # R3: updates in another lane may still be writing copies of counters
@@ -234,17 +234,17 @@ class Guesses:
         self.committed += 1
         ahead.put_off = []
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         """Roll back a speculative step: restore parameters, state and counters from before the backward."""
         if not self.made:
             return
         ahead = self.ahead
         ahead.is_off = True
-        self.taken_back += 1
+        self.rolled_back += 1
         for bucket in (*self._core.done, *self._core.torn):
             bucket.old = self.old.pairs_of(bucket)  # the user may have given parameters other memory
         ahead.way_back.roll_back()
-        ahead.is_guess = False
+        ahead.is_speculative = False
         ahead.used = {}  # gradients are still watched, so that a view of one is noticed
         self._unwatch_parameters()
         put_off, ahead.put_off = ahead.put_off, []
@@ -290,7 +290,7 @@ class Guesses:
 
     def skip(self) -> None:
         """Roll back before gradients are cleared, and end the step of a backward."""
-        self.take_back()
+        self.roll_back()
         if self.ahead.is_off or self.ahead.all_one is not None:
             self.unwatch()
             self._decide_on_next(self._end())
@@ -329,7 +329,7 @@ class Guesses:
     def _decide_now(self) -> None:
         """Roll back if a factor is not 1, before gradients whose scaling was put off are read."""
         if self.ahead.put_off and self.made and not self._flags[0].get():
-            self.take_back()
+            self.roll_back()
         self.ahead.put_off = []
 
     # Gradients that updates ahead of step() have used, or would use ---------------------------------------------------
@@ -440,7 +440,7 @@ class Guesses:
         if self._tell_by_version(tensors):
             return
         if any(tensor.requires_grad for tensor in tensors):
-            self.take_back()
+            self.roll_back()
         else:
             self._decide_now()
 
@@ -453,7 +453,7 @@ class Guesses:
         if not self.announced:
             self.ahead.is_touched = True
             return
-        self.take_back()
+        self.roll_back()
         self.ahead.is_off = True
 
     @_from_any_thread

@@ -74,7 +74,7 @@ class ModelHooks:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine
         refuse_capture(engine.device)
-        if engine.guesses.ahead.is_guess:
+        if engine.guesses.ahead.is_speculative:
             engine.guesses.before_gather(number)
         if number not in engine.weights.items:
             engine.core.gather(number, stream)
@@ -83,7 +83,7 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
-        if engine.guesses.ahead.is_guess:
+        if engine.guesses.ahead.is_speculative:
             engine.guesses.before_gather(number)
         step = engine.core.updates
         if step is not None and engine.core.has_updated(number):
@@ -137,7 +137,7 @@ class ModelHooks:
         step = engine.core.updates
         if step is not None and (step.is_seen or engine.core.has_updated(number)):
             if engine.guesses.made:
-                engine.guesses.take_back()
+                engine.guesses.roll_back()
             else:
                 engine.refuse("second backward")
         if engine.policy.parameters:

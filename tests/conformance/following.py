@@ -73,7 +73,7 @@ class Followed(oracle.Loop):
         super().finish_saving()
         guesses = engine_of(self.optimizer)
         if guesses is not None:
-            seen["taken back"] += guesses.guesses.taken_back
+            seen["taken back"] += guesses.guesses.rolled_back
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -590,7 +590,7 @@ def _of_all_ranks(problems: list[str], loop: Loop) -> list[str]:
         return problems
     guesses = engine_of(loop.optimizer).guesses
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (problems, (guesses.committed, guesses.taken_back)))
+    dist.all_gather_object(gathered, (problems, (guesses.committed, guesses.rolled_back)))
     found = [f"rank {rank}: {problem}" for rank, (of_rank, _) in enumerate(gathered) for problem in of_rank]
     decisions = [counts for _, counts in gathered]
     return found if len({*decisions}) == 1 else [*found, f"ranks have decided otherwise: {decisions}"]

@@ -701,7 +701,7 @@ def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
             clipped_step(each, at, ALWAYS if at == 7 else NEVER)
         assert same(plain, loop), at
     engines = [vars(optimizer)["_offload_engine"].engine for optimizer in (loop.optimizer, loop.second)]
-    assert [engine.guesses.taken_back for engine in engines] == [1, 1]
+    assert [engine.guesses.rolled_back for engine in engines] == [1, 1]
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -715,7 +715,7 @@ def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
             clip(loop, NEVER, foreach=foreach)
             loop.step()
         assert same(*loops), at
-    assert guesses_of(loops[1]).taken_back
+    assert guesses_of(loops[1]).rolled_back
 
 
 def write_weight(loop: Loop) -> None:

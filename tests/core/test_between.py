@@ -73,7 +73,7 @@ def test_weights_written_after_the_forward(
             (clip_grad_norm_ if loop is loops[1] else _clip_plain)(loop.optimizer, ALWAYS if at == 6 else NEVER)
             loop.step()
         assert same(*loops), at
-    assert guesses_of(loops[1]).taken_back == 1
+    assert guesses_of(loops[1]).rolled_back == 1
 
 
 def _clip_plain(optimizer: Optimizer, max_norm: float) -> None:

@@ -66,7 +66,7 @@ def test_steps(
 ) -> None:
     """Which stand, and which are taken back."""
     found = compare(pair(mesh, clipping(parameters=parameters)), limits, **options)
-    assert (found.committed, found.taken_back) == counts
+    assert (found.committed, found.rolled_back) == counts
 
 
 def test_two_steps_show_whether_gradients_are_touched(mesh: DeviceMesh) -> None:
@@ -84,7 +84,7 @@ def test_two_steps_show_whether_gradients_are_touched(mesh: DeviceMesh) -> None:
 def test_it_goes_on_when_few_steps_are_clipped(mesh: DeviceMesh) -> None:
     limits = [NEVER] * 4 + [ALWAYS] * 6 + [NEVER] * 26
     found = compare(pair(mesh, clipping(), net=small_net), limits)
-    assert found.taken_back == 2  # the first is one of five, no more than a fifth, the second of six
+    assert found.rolled_back == 2  # the first is one of five, no more than a fifth, the second of six
     # The last two of those clipped, 8 and 9, are all that is left of the twenty up to 27; the host learns it in 28.
     assert found.committed == 3 + len(limits) - 29
 
@@ -209,7 +209,7 @@ def test_a_scaler_whose_scale_the_step_is_given(mesh: DeviceMesh) -> None:
             scaler.update()
             each.optimizer.zero_grad()
         assert same(plain, loop), at
-    assert guesses_of(loop).taken_back
+    assert guesses_of(loop).rolled_back
 
 
 def test_what_has_no_way_back_waits_for_the_step(mesh: DeviceMesh) -> None:
@@ -228,7 +228,7 @@ def test_what_has_no_way_back_waits_for_the_step(mesh: DeviceMesh) -> None:
 def test_micro_batches_alone_are_no_touch(mesh: DeviceMesh) -> None:
     """``fully_shard`` itself adds to gradients, past torch's functions on DTensors."""
     found = compare(pair(mesh, clipping(), net=small_net, micro_batches=3), [NEVER] * 6)
-    assert (found.committed, found.taken_back) == (5, 0)
+    assert (found.committed, found.rolled_back) == (5, 0)
 
 
 # Host memory ----------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_parameters_and_state_that_come_later_have_a_way_back_as_well(
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
     before = guesses_of(loops[1]).committed
     found = compare(loops, [NEVER, NEVER, ALWAYS, NEVER, NEVER], first=9)
-    assert (found.committed, found.taken_back) == (before + 2, 2)  # not in the first two steps after the change
+    assert (found.committed, found.rolled_back) == (before + 2, 2)  # not in the first two steps after the change
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -461,7 +461,7 @@ def test_a_view_of_gradients_that_are_zeroed_in_place(mesh: DeviceMesh) -> None:
             clip(each, NEVER)
             each.optimizer.step()
         assert same(plain, loop), at
-    assert (guesses_of(loop).committed, guesses_of(loop).taken_back) == (3, 1)
+    assert (guesses_of(loop).committed, guesses_of(loop).rolled_back) == (3, 1)
 
 
 def test_a_view_of_a_parameter_that_streams_stays_one(mesh: DeviceMesh) -> None:
@@ -493,7 +493,7 @@ def test_parameters_and_gradients_have_their_class_back(mesh: DeviceMesh) -> Non
     assert DTensor not in {type(param) for param in loop.params}
     loop.model.head.weight.norm()
     assert {type(param) for param in loop.params} == {DTensor}
-    assert (guesses_of(loop).committed, guesses_of(loop).taken_back) == (5, 2)
+    assert (guesses_of(loop).committed, guesses_of(loop).rolled_back) == (5, 2)
 
 
 def test_a_gather_of_another_thread_that_ends_later_hides_no_write(mesh: DeviceMesh) -> None:

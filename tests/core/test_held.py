@@ -534,5 +534,5 @@ def test_a_reader_of_a_step_that_waits_for_it_gets_the_new_state(mesh: DeviceMes
         each.step()
     reader.join(60)
     assert torch.equal(found[0], plain.optimizer.state[plain.params[0]]["exp_avg"].to_local().cpu())
-    assert not engine.guesses.taken_back
+    assert not engine.guesses.rolled_back
     assert same(plain, loop)

@@ -25,7 +25,7 @@ LEARNT = {
     "reductions._before": "learnt: how many reductions there are",
     "core._gradients": "of updates that no gather has waited for yet; on the CPU, they have run",
     "guesses.committed": "a counter",
-    "guesses.taken_back": "a counter",
+    "guesses.rolled_back": "a counter",
     "guesses._clean_steps": "confidence",
     "guesses._history": "confidence",
     "guesses._is_on": "confidence",

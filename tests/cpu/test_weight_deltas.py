@@ -67,12 +67,12 @@ def test_a_step_that_is_rolled_back_leaves_none(mesh: DeviceMesh) -> None:
     guesses = engine_of(loop.optimizer).guesses
     assert guesses.made
     loop.optimizer.zero_grad()
-    assert guesses.taken_back == 1
+    assert guesses.rolled_back == 1
     assert list(deltas) == []
     loop.backward(5)
     assert guesses.made
     assert list(deltas) == []  # to look takes it back, too
-    assert guesses.taken_back == 2
+    assert guesses.rolled_back == 2
 
 
 @pytest.mark.parametrize("way", ["counted", "not counted", "a load"])

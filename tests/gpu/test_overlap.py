@@ -105,7 +105,7 @@ def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any],
         taken.append((torch.cuda.memory_allocated(), 0 if host is None else host._slot_bytes))
     assert taken[1][0] <= taken[0][0]
     assert taken[1][1] == taken[0][1]
-    assert guesses_of(loop).taken_back == (2 if habit else 0)
+    assert guesses_of(loop).rolled_back == (2 if habit else 0)
 
 
 @BESIDE
@@ -164,4 +164,4 @@ def test_a_guess_that_stands_does_not_wait_for_the_device(mesh: DeviceMesh) -> N
     behind.record()
     loop.step()
     assert not behind.query()
-    assert guesses_of(loop).taken_back == 0
+    assert guesses_of(loop).rolled_back == 0
