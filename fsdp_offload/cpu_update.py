@@ -6,7 +6,7 @@
     down:         └▶ copy gradients and parameters down ─┐
     updates:                                             └▶ update host tensors by the class ─▶ copy parameters up
 
-While one job is updated, the next one is copied down into the other slot of pinned memory, and the last one up.
+While one job is updated, the next one is copied down into the other buffer of pinned memory, and the last one up.
 Each step copies parameters down: finding out on the device whether they have been written since takes longer (one
 H100, all state on the CPU: 615 ms an iteration instead of 538).
 """
@@ -42,7 +42,7 @@ from .state.shard import StateShard
 from .state.store import StateStore
 
 _TIMES = ("host_updated_bytes", "host_update_ms", "host_waited_ms")
-_SLOTS = 2  # one for the update, one for the copies down, which take a fraction of its time
+_BUFFERS = 2  # one for the update, one for the copies down, which take a fraction of its time
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +92,8 @@ class HostUpdates:
         # The threads finish the jobs that they have, and end with this object; the interpreter waits for them.
         self._down = ThreadPoolExecutor(1, "fsdp_offload host down", _prepare_thread, (device,))
         self._updates = ThreadPoolExecutor(1, "fsdp_offload host updates", _prepare_thread, (device,))
-        # Free slots of pinned memory, each with the mark after the last copies from it to the device.
-        self._slots, self._slot_bytes = SimpleQueue[tuple[Region, Mark | None]](), 0
+        # Free buffers of pinned memory, each with the mark after the last copies from it to the device.
+        self._buffers, self._buffer_bytes = SimpleQueue[tuple[Region, Mark | None]](), 0
         self.ended: dict[int, CpuMark] = {}
         self.error: RuntimeError | None = None
         self._start: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []  # values of the step, and pinned entries
@@ -101,20 +101,20 @@ class HostUpdates:
         self._divided: DividedStep | None = None
         self.times: dict[str, float] = dict.fromkeys(_TIMES, 0)
 
-    def missing_bytes(self, slot_bytes: int) -> int:
-        return _SLOTS * max(0, slot_bytes - self._slot_bytes)
+    def missing_bytes(self, buffer_bytes: int) -> int:
+        return _BUFFERS * max(0, buffer_bytes - self._buffer_bytes)
 
-    def reserve(self, slot_bytes: int) -> None:
-        """Take slots for the gradients and parameters of the largest bucket."""
-        slot_bytes = max(1, slot_bytes)  # a slot is needed for empty shards as well
-        if slot_bytes > self._slot_bytes:
+    def reserve(self, buffer_bytes: int) -> None:
+        """Take buffers for the gradients and parameters of the largest bucket."""
+        buffer_bytes = max(1, buffer_bytes)  # a buffer is needed for empty shards as well
+        if buffer_bytes > self._buffer_bytes:
             pin = self._policy.pins(self._link.device.type)
-            made = [Region(slot_bytes, device=self._link.device, pin=pin) for _ in range(_SLOTS)]
+            made = [Region(buffer_bytes, device=self._link.device, pin=pin) for _ in range(_BUFFERS)]
             self.wait()
-            self._link.synchronize()  # copies from the old slots may still run
-            self._slots, self._slot_bytes = SimpleQueue(), slot_bytes
+            self._link.synchronize()  # copies from the old buffers may still run
+            self._buffers, self._buffer_bytes = SimpleQueue(), buffer_bytes
             for one in made:
-                self._slots.put((one, None))
+                self._buffers.put((one, None))
 
     # In the two threads -----------------------------------------------------------------------------------------------
 
@@ -134,20 +134,20 @@ class HostUpdates:
             self.error = self.error or failed
 
     def _download(self, job: HostJob, after: Sequence[Mark]) -> Region:
-        """Issue the copies of gradients and parameters down, into a slot that is the job's until it ends."""
-        slot, uploaded = self._slots.get()
+        """Issue the copies of gradients and parameters down, into a buffer that is the job's until it ends."""
+        buffer, uploaded = self._buffers.get()
         with self._failing(job):
             self._lanes.down.wait(*after, uploaded)  # R1: an earlier job's parameters may still be copied up from here
-            self._issue_downloads(job, slot)
+            self._issue_downloads(job, buffer)
             job.arrived = self._lanes.down.mark()
-        return slot
+        return buffer
 
-    def _issue_downloads(self, job: HostJob, slot: Region) -> None:
+    def _issue_downloads(self, job: HostJob, buffer: Region) -> None:
         down, offset = self._lanes.down, 0
 
         def place(source: Tensor) -> Tensor:
             nonlocal offset
-            memory = slot.bytes[offset : offset + source.nbytes]
+            memory = buffer.bytes[offset : offset + source.nbytes]
             offset += aligned(source.nbytes)
             return memory.view(source.dtype).as_strided(source.shape, dense_stride(source))
 
@@ -164,7 +164,7 @@ class HostUpdates:
 
     def _finish_job(self, job: HostJob, downloaded: Future[Region]) -> Mark | None:
         """Update the downloaded job, and issue the copies of its parameters up; return the mark after them."""
-        slot, uploaded = downloaded.result(), None
+        buffer, uploaded = downloaded.result(), None
         with self._failing(job):
             if job.arrived is not None and self.error is None:
                 job.arrived.synchronize()
@@ -172,7 +172,7 @@ class HostUpdates:
                 with recorded(f"fsdp_offload H{job.number}"):
                     self._update(job)
                 uploaded = self._issue_uploads(job)
-        self._slots.put((slot, uploaded))
+        self._buffers.put((buffer, uploaded))
         return uploaded
 
     def _update(self, job: HostJob) -> None:

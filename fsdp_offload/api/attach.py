@@ -158,7 +158,7 @@ def offload_optimizer(
     try:
         attachment.hooks = hook_model(model, target, engine)
         checks.watch_steps(attachment, model)
-        engine.take_staging()
+        engine.take_all_blocks()
     except BaseException:
         remove_offload(target)
         raise

@@ -41,7 +41,7 @@ class Move(NamedTuple):
     """Bytes that move in one copy between the arena and a place."""
 
     home_offset: int
-    slot_offset: int
+    place_offset: int
     nbytes: int
 
 
@@ -186,9 +186,9 @@ def join_copies(copies: Iterable[Move], breaks: Container[int]) -> list[Move]:
     """Join copies that continue each other at home and in the place, unless memory may be divided between them."""
     joined: list[Move] = []
     for copy in copies:
-        home, slot, nbytes = joined[-1] if joined else (0, 0, 0)
-        if copy[:2] == (home + nbytes, slot + nbytes) and joined and copy.home_offset not in breaks:
-            joined[-1] = Move(home, slot, nbytes + copy.nbytes)
+        home, place, nbytes = joined[-1] if joined else (0, 0, 0)
+        if copy[:2] == (home + nbytes, place + nbytes) and joined and copy.home_offset not in breaks:
+            joined[-1] = Move(home, place, nbytes + copy.nbytes)
         else:
             joined.append(copy)
     return joined

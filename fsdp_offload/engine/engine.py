@@ -191,7 +191,7 @@ class Engine:
             bucket.state.exists = bucket.state.exists or any(map(states.get, bucket.params))
 
     @_alone
-    def take_staging(self) -> None:
+    def take_all_blocks(self) -> None:
         """Allocate all blocks before there are activations, so that blocks do not lie among activations.
 
         First free the allocator's memory of state that is at home now, which activations would not fit.

@@ -22,7 +22,7 @@ from ..cpu_update import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
 from ..fsdp.dtensor import has_inner_tensors, largest_local_numel, local_shard, version_of
-from ..optimizers.bucket_update import BoundRange, bind_range, slot_values
+from ..optimizers.bucket_update import BoundRange, bind_range, place_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
@@ -152,7 +152,7 @@ class ArenaHome(Home, Generic[AnyHoused]):
             for at, run in itertools.groupby(parts, key=lambda part: regions[part[0]]):
                 region, begin = arena.regions[at].bytes, arena.begins[at]
                 copies = join_copies((copy for _, copy in run), arena.breaks)
-                found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.slot_offset) for copy in copies]
+                found += [(region[copy.home_offset - begin :][: copy.nbytes], copy.place_offset) for copy in copies]
             self._known[key] = found
         return self._known[key]
 
@@ -388,7 +388,7 @@ class Plan:
                 # Untested optimizers may look at storages; torch's, on local tensors, do not.
                 apart = not (self._layouts.capabilities.known and shard.on_locals)
                 memory = block if block is not None else self._no_bytes
-                values = slot_values(shard, piece.start, piece.stop, memory, offsets, apart=apart)
+                values = place_values(shard, piece.start, piece.stop, memory, offsets, apart=apart)
             weights = weights_at(shard.param, piece.start, piece.stop)
             bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
         return bound

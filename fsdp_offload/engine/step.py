@@ -163,7 +163,7 @@ class Step(Turning):
             memory, place = None if block is None else block.memory, self._contents.weights.place
             if len(bucket.bound) >= MOST_BOUND:  # blocks were freed and made anew
                 bound = bucket.bound.pop(next(iter(bucket.bound)))  # type: ignore[assignment]
-            known = self._contents.layouts.capabilities.known  # else its state has memory of its own: ``slot_values``
+            known = self._contents.layouts.capabilities.known  # else its state has memory of its own: ``place_values``
             if not (bound and memory is not None and known and all(one.move_to(memory, place) for one in bound)):
                 bound = self._contents.plan.bind(bucket, memory, place)
             bucket.bound[blocks] = bound

@@ -93,7 +93,7 @@ class WholeEngine(Engine):
             is_first = not any(shard.homes for shard in shards.values())
             self.rebuild(optimizer, states, as_made=frozenset(shards))
             if is_first:
-                self.take_staging()
+                self.take_all_blocks()
 
     def _adopt_fitting(self, optimizer: Optimizer, states: StateStore) -> None:
         """Copy values that have replaced homes into the homes, if their layouts are equal."""

@@ -1,6 +1,6 @@
 """Runs the user's optimizer on one bucket: binds its ranges, has a divided step update them, and commits the rest.
 
-The step sees the ranges as parameters, and the bucket's slot as their state. 0-dim tensors and numbers of a parameter
+The step sees the ranges as parameters, and the bucket's place as their state. 0-dim tensors and numbers of a parameter
 (``step``) stay where the optimizer put them: each range of a cut parameter starts from the same value, and the last one
 commits it.
 """
@@ -33,7 +33,7 @@ class BoundRange:
     start: int
     stop: int
     param: Tensor  # the parameter itself, or an alias of its local tensor, flat for a range of a cut shard
-    values: dict[str, Tensor]  # the state tensors in the slot, by name
+    values: dict[str, Tensor]  # the state tensors in the place, by name
     last: bool  # no later range of the same shard follows: this one commits the parameter's scalars
     address: int  # of the local shard when it was bound; another one means that the storage was exchanged
     gradient: Tensor | None = None  # for the next update
@@ -85,7 +85,7 @@ def bind_range(
     return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
 
 
-def slot_values(
+def place_values(
     shard: StateShard, start: int, stop: int, memory: Tensor, offsets: Sequence[int], *, apart: bool
 ) -> dict[str, Tensor]:
     """Return state tensors of elements ``[start, stop)`` of ``shard`` over flat ``memory``, with leaves at ``offsets``.
@@ -110,7 +110,7 @@ def slot_values(
 
 
 def update_bucket(step: DividedStep, ranges: Sequence[BoundRange], user_states: StateStore) -> None:
-    """Run the optimizer on the ranges of one bucket, and commit what it created into slot and ``user_states``.
+    """Run the optimizer on the ranges of one bucket, and commit what it created into place and ``user_states``.
 
     Runs on the current stream, with the gradients of the ranges. Those without one are left out, unless a first step
     creates their state, and so are parameters that the user has taken out of their group.
@@ -138,11 +138,11 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if bound.is_alias:
             conventions.hand_gradient(bound.param, bound.gradient)
         params[bound.shard.group].append(bound.param)
-        if user_state:  # the shadow sees the slot, and the user's counters, copied if a later range needs them
-            slot, own = bound.values, dict(user_state)
-            own |= {name: slot[name] for name, value in own.items() if name in slot and value is not None}
+        if user_state:  # the shadow sees the place, and the user's counters, copied if a later range needs them
+            place, own = bound.values, dict(user_state)
+            own |= {name: place[name] for name, value in own.items() if name in place and value is not None}
             if not bound.last:
-                own |= {name: value.clone() for name, value in own.items() if name not in slot and _is_counter(value)}
+                own |= {name: value.clone() for name, value in own.items() if name not in place and _is_counter(value)}
             state[bound.param] = own
     seen = {
         name: {bound.param: real[bound.shard.param] for bound in together if bound.shard.param in real}
@@ -169,10 +169,10 @@ def _is_counter(value: object) -> TypeGuard[Tensor]:
 
 
 def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
-    for name, slot in bound.values.items():
+    for name, place in bound.values.items():
         value = after.get(name)
-        if value is not None and value is not slot:
-            _fill_slot(bound, name, value)
+        if value is not None and value is not place:
+            _fill_place(bound, name, value)
     if bound.last:
         if user_state.keys() != after.keys():
             for name in user_state.keys() - after.keys():
@@ -191,15 +191,15 @@ def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
             )
 
 
-def _fill_slot(bound: BoundRange, name: str, value: Tensor) -> None:
-    """Copy state that the optimizer has just created, or replaced by a new tensor, into the slot."""
-    slot = bound.values[name]
-    is_now, expected = forms_of(value), forms_of(slot)
+def _fill_place(bound: BoundRange, name: str, value: Tensor) -> None:
+    """Copy state that the optimizer has just created, or replaced by a new tensor, into the place."""
+    place = bound.values[name]
+    is_now, expected = forms_of(value), forms_of(place)
     if is_now != expected:
         raise RuntimeError(
             f"state {name!r} of {bound.shard.name} was expected as {expected} and is now {is_now}; hyperparameters "
             "that change the layout of the state must be changed before step()."
         )
-    for source, target in zip(leaves_of(value), leaves_of(slot), strict=True):
+    for source, target in zip(leaves_of(value), leaves_of(place), strict=True):
         if source is not target:
             target.copy_(source)

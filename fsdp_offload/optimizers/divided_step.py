@@ -106,7 +106,7 @@ class DividedStep:
             self._collect(given, shadow)
             return dict(shadow.state)
         finally:
-            shadow.__dict__.clear()  # else a reference to it would keep gradients and slots after the step
+            shadow.__dict__.clear()  # else a reference to it would keep gradients and places after the step
 
     def _collect(self, given: Mapping[int, dict[str, Any]], shadow: Optimizer) -> None:
         """Record the changes of a bucket's step in the entries that it was ``given``, and in attributes."""

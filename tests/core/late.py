@@ -113,7 +113,7 @@ class Queue:
             return False
         function, (_, given), _ = self.given[0]
         host: Any = function.__self__  # type: ignore[attr-defined]
-        return given.is_done if isinstance(given, Ended) else not host._slots.empty()
+        return given.is_done if isinstance(given, Ended) else not host._buffers.empty()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> "Ended":
         ended = Ended(self.threads)

@@ -120,7 +120,7 @@ def test_an_interrupt_in_the_middle_of_attaching_leaves_a_plain_optimizer(monkey
 
     pair = make_pair(Zoo, KINDS["adamw"], policy=None)
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "take_staging", interrupt)
+        patch.setattr(Engine, "take_all_blocks", interrupt)
         with pytest.raises(KeyboardInterrupt):
             attach(pair.offloaded.optimizer)
     assert type(pair.offloaded.optimizer) is optim.AdamW

@@ -444,7 +444,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
         optimizer.step()
     threads = threads_of_ours()
     assert len(threads) == 2
-    memory = [weakref.ref(engine_of(one).host._slots) for one in optimizers]
+    memory = [weakref.ref(engine_of(one).host._buffers) for one in optimizers]
     del optimizer
     optimizers.pop()
     assert [engine() is None for engine in engines] == [False, True]
@@ -561,13 +561,13 @@ def test_an_interrupt_while_slots_grow_loses_none(monkeypatch: pytest.MonkeyPatc
     """Neither while the host works, nor while memory is locked for larger ones."""
     host = HostUpdates(optim.AdamW, capabilities_of(optim.AdamW), policy(1.0), CPU)
     host.reserve(1024)
-    slots = host._slots
+    slots = host._buffers
     with monkeypatch.context() as patch:
         place, name = (HostUpdates, "wait") if waits else (cpu_update, "Region")
         patch.setattr(place, name, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             host.reserve(2048)
-    assert host._slots is slots
+    assert host._buffers is slots
     assert slots.qsize() == 2
     assert host.missing_bytes(2048) == 2 * 1024
 

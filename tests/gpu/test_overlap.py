@@ -102,7 +102,7 @@ def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any],
         loop.train(12, habit, first)
         loop.optimizer.synchronize()
         host = engine_of(loop.optimizer).host
-        taken.append((torch.cuda.memory_allocated(), 0 if host is None else host._slot_bytes))
+        taken.append((torch.cuda.memory_allocated(), 0 if host is None else host._buffer_bytes))
     assert taken[1][0] <= taken[0][0]
     assert taken[1][1] == taken[0][1]
     assert guesses_of(loop).rolled_back == (2 if habit else 0)

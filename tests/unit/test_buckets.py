@@ -76,20 +76,20 @@ def test_each_byte_of_each_leaf_is_moved_by_one_copy_to_where_its_bucket_expects
         assert not any(value % ALIGN_BYTES for copy in copies for value in copy)
         if all((piece.start, piece.stop) == (0, specs[piece.shard].numel) for piece in bucket.ranges):
             assert [copy.nbytes for copy in copies] == ([bucket.nbytes] if bucket.nbytes else [])
-        home_of_slot = {
-            copy.slot_offset + byte: copy.home_offset + byte for copy in copies for byte in range(copy.nbytes)
+        home_of_place = {
+            copy.place_offset + byte: copy.home_offset + byte for copy in copies for byte in range(copy.nbytes)
         }
-        assert len(home_of_slot) == sum(copy.nbytes for copy in copies), "copies overlap in the slot"
-        assert max(home_of_slot, default=-1) < max(1, bucket.nbytes)
-        moved.update(home_of_slot.values())
+        assert len(home_of_place) == sum(copy.nbytes for copy in copies), "copies overlap in the place"
+        assert max(home_of_place, default=-1) < max(1, bucket.nbytes)
+        moved.update(home_of_place.values())
         for piece, offsets in zip(bucket.ranges, bucket.leaf_offsets, strict=True):
             spec = specs[piece.shard]
-            for leaf, slot_offset in enumerate(offsets):
-                assert slot_offset % ALIGN_BYTES == 0
+            for leaf, place_offset in enumerate(offsets):
+                assert place_offset % ALIGN_BYTES == 0
                 skipped = spec.leaf_nbytes[leaf] // spec.numel * piece.start if piece.start else 0
                 home = homes.offsets[piece.shard][leaf] + skipped
                 for byte in range(leaf_range_nbytes(spec, piece, leaf)):
-                    assert home_of_slot[slot_offset + byte] == home + byte
+                    assert home_of_place[place_offset + byte] == home + byte
     assert set(moved.values()) <= {1}, "a byte is moved by two buckets"
     assert max(moved, default=-1) < homes.nbytes
 
