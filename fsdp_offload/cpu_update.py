@@ -245,9 +245,9 @@ class HostUpdates:
         job = HostJob(number)
         for bound in ranges:
             shard, state = bound.shard, states.get(bound.shard.param)
-            values = now = shard.values_at(shard.side, bound.start, bound.stop)
+            values = now = shard.values_at(shard.which, bound.start, bound.stop)
             if shard in moving:
-                values = shard.values_at(1 - shard.side, bound.start, bound.stop)
+                values = shard.values_at(1 - shard.which, bound.start, bound.stop)
                 job.moves += [(values[name], now[name]) for name in now if state.get(name) is not None]
             grad = bound.part_of(gradient(shard.param) if shard.group >= 0 else None)
             if grad is None:

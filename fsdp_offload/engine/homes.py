@@ -65,14 +65,14 @@ class Arena(Generic[AnyHoused]):
         for shard, offsets in zip(self.shards[first:last], self._layout.offsets[first:last], strict=True):
             leaves = zip(offsets, shard.leaf_layouts, strict=True)
             made[:] = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
-            shard.sides.append(shard.home_over(made))
+            shard.all_homes.append(shard.home_over(made))
             made.clear()  # another reference would count as a holder of the home
             if isinstance(shard, StateShard):
-                shard.sides[-1].own(shard.sides[-1].leaves)
+                shard.all_homes[-1].own(shard.all_homes[-1].leaves)
 
-    def region_of(self, number: int, side: int) -> int:
-        """Return the index in ``regions`` of home ``side`` of a shard: ``Housed.sides[side]``."""
-        return side if number < self._with_spare else 2 * side
+    def region_of(self, number: int, which: int) -> int:
+        """Return the index in ``regions`` of home ``which`` of a shard: ``Housed.all_homes[which]``."""
+        return which if number < self._with_spare else 2 * which
 
     def _first_without_spare(self) -> int:
         """Return the offset of the page on which the first home without a spare home begins."""
@@ -136,15 +136,15 @@ class ArenaHome(Home, Generic[AnyHoused]):
         if self._lending.readers:
             moving = self._lending.moving
             for one in self.changing():
-                one.sides[one.side ^ (one in moving)].wait_unread()
+                one.all_homes[one.which ^ (one in moving)].wait_unread()
 
     def bytes_of(self, shards: Iterable[AnyHoused], moving: Container[Housed]) -> BytesAtHome:
         """Return the newest bytes of some of its ``shards``, and the offset of each in a place."""
         arena = self._arena
         if not arena.moves:
             return []
-        sides = [(self._numbers[one], one.side ^ (one in moving)) for one in shards]
-        key = tuple([(number, arena.region_of(number, side)) for number, side in sides])
+        homes = [(self._numbers[one], one.which ^ (one in moving)) for one in shards]
+        key = tuple([(number, arena.region_of(number, which)) for number, which in homes])
         if key not in self._known:  # shards alternate between two homes, so that there are few keys
             found: list[tuple[Tensor, int]] = []
             regions = dict(key)
@@ -171,7 +171,7 @@ class StateHome(ArenaHome[StateShard]):
         )
 
     def version(self) -> object:
-        return versions_of(home for shard in self.shards for home in shard.sides)
+        return versions_of(home for shard in self.shards for home in shard.all_homes)
 
 
 def home_of(bucket: Bucket) -> StateHome:
@@ -343,7 +343,7 @@ class Plan:
         found = {
             leaf.data_ptr(): (one, home)
             for one in self.housed()
-            for home in one.sides
+            for home in one.all_homes
             for leaf in home.all_leaves()
             if leaf.data_ptr() in addresses
         }

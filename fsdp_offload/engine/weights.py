@@ -44,7 +44,7 @@ class Part(Housed):
         return ShardHome({}, {}, leaves[0])
 
     def move(self, _: EntryOf) -> None:
-        self.side = 1 - self.side
+        self.which = 1 - self.which
         self.live_at_home()
 
     def live_at_home(self) -> None:

@@ -206,7 +206,7 @@ class _Visit(Turning):
                     continue
                 # A value on the host may be another home, which is about to be written.
                 leaves = [leaf.clone() if leaf.device.type == "cpu" else leaf for leaf in leaves]
-            home = shard.sides[shard.side ^ (shard in self.moving)]
+            home = shard.all_homes[shard.which ^ (shard in self.moving)]
             home.wait_unread()  # R4: a checkpoint's writer may still be reading a home that has no spare one
             copies += zip(home.leaves[name], leaves, strict=True)
             state[name] = shard.homes[name]

@@ -86,16 +86,16 @@ class ShardHome:
 class Housed(ABC):
     """Base class of data stored in host memory, optionally with a spare home: a parameter, or its state."""
 
-    sides: list[ShardHome] = field(default_factory=list, kw_only=True)  # the home, and a spare one if there is room
-    side: int = field(default=0, kw_only=True)  # which of them is the home now
+    all_homes: list[ShardHome] = field(default_factory=list, kw_only=True)  # the home, and a spare one if there is room
+    which: int = field(default=0, kw_only=True)  # which of them is the home now
 
     @property
     def home(self) -> ShardHome:
-        return self.sides[self.side]
+        return self.all_homes[self.which]
 
     @property
     def spare(self) -> ShardHome | None:
-        return self.sides[1 - self.side] if len(self.sides) > 1 else None
+        return self.all_homes[1 - self.which] if len(self.all_homes) > 1 else None
 
     @property
     @abstractmethod
@@ -142,11 +142,11 @@ class StateShard(Housed):
     @property
     def homes(self) -> dict[str, Tensor]:
         """Return the tensors that ``optimizer.state[param]`` holds, by name."""
-        return self.sides[self.side].values
+        return self.all_homes[self.which].values
 
-    def values_at(self, side: int, start: int, stop: int) -> dict[str, Tensor]:
+    def values_at(self, which: int, start: int, stop: int) -> dict[str, Tensor]:
         """Return the state in one of its homes, or a flat range of it, as the optimizer sees it."""
-        home = self.sides[side]
+        home = self.all_homes[which]
         if not self.on_locals:
             return dict(home.values)
         if stop - start == self.local_numel:
@@ -160,7 +160,7 @@ class StateShard(Housed):
 
     def move(self, entry_of: EntryOf) -> None:
         state, old = entry_of(self.param), self.homes
-        self.side = 1 - self.side
+        self.which = 1 - self.which
         state |= {name: home for name, home in self.homes.items() if state.get(name) is old[name]}
 
     def handed_out(self, name: str) -> Tensor:

@@ -393,7 +393,7 @@ def test_a_writer_that_finishes_in_a_backward(mesh: DeviceMesh, asked: int) -> N
     engine = engine_of(loops[1].optimizer)
     assert engine is not None
     engine.wait_all_home()
-    spare = [shard.sides[1 - shard.side] for shard in engine.plan.shards.values()]
+    spare = [shard.all_homes[1 - shard.which] for shard in engine.plan.shards.values()]
     engine.lending.lend(FinishingSoon(asked), spare[1::2])
     compare(loops, [ALWAYS, NEVER, NEVER], first=5)
 
