@@ -183,7 +183,7 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
     """Return begin and end of ``part`` in global elements, ``(0, 0)`` if empty; ``None`` if it is not one range."""
     strides = contiguous_strides(part.global_shape)
     begin = end = 0
-    for chunk in filter(lambda chunk: chunk.numel, part.chunks):
+    for chunk in (one for one in part.chunks if one.numel):
         first = sum(map(int.__mul__, chunk.offsets, strides))
         length = 1 + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
         if length != chunk.numel or chunk.local_start != end - begin or (end and first != end):
@@ -196,7 +196,7 @@ def flat_index(part: ShardChunks, at: Tensor) -> Tensor:
     """Return where elements ``at`` of the local buffer, by their numbers there, are in the flat global tensor."""
     strides, own = contiguous_strides(part.global_shape), contiguous_strides(part.local_shape)
     is_grid, found = len(part.local_shape) == len(part.global_shape), torch.empty_like(at)
-    for chunk in filter(lambda chunk: chunk.numel, part.chunks):
+    for chunk in (one for one in part.chunks if one.numel):
         begin, numbers = chunk.local_start, torch.zeros_like(at)
         inside = torch.ones_like(at, dtype=torch.bool) if is_grid else (at >= begin) & (at < begin + chunk.numel)
         for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):

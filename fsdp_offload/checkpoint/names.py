@@ -127,10 +127,10 @@ def by_fqn(state_dict: Mapping[str, Any]) -> SavedByFqn:
             f"'{_FLAT_STATE}' and '{_FLAT_GROUPS}', as get_optimizer_state_dict gives them; got {strange[:5]}.{hint}"
         )
     found = SavedByFqn({}, {})
-    for key in filter(lambda key: key.startswith(_FLAT_GROUPS), state_dict):
+    for key in (one for one in state_dict if one.startswith(_FLAT_GROUPS)):
         fqn, _, name = key.removeprefix(_FLAT_GROUPS).rpartition(".")
         found.entries.setdefault(fqn, {})[name] = state_dict[key]
-    for key in filter(lambda key: key.startswith(_FLAT_STATE), state_dict):
+    for key in (one for one in state_dict if one.startswith(_FLAT_STATE)):
         rest = key.removeprefix(_FLAT_STATE)
         fqn = parameter_of(rest, found.entries.keys()) or rest.rpartition(".")[0]
         *outer, last = rest.removeprefix(f"{fqn}.").split(".")
