@@ -101,8 +101,8 @@ class Engine:
         self.layouts, self.conventions = Layouts(cls, capabilities), capabilities.conventions
         self.loads_in_backward = False
         self.room: Room | None = None
-        self._link = device_link(device)
-        self.core = Core(self._link.lanes(serial=policy.serial), device, policy.overlap)
+        link = device_link(device)
+        self.core = Core(link.lanes(serial=policy.serial), device, policy.overlap)
         self.lending = Lending(self.core, self.conventions.gradient)
         self.plan = Plan(self.layouts, policy, device, self.lending, together, host)
         self.weights = Weights(self.lending)
@@ -112,8 +112,7 @@ class Engine:
         self.guesses = Guesses(self.core, self.contents, names)
         if device.type != "cpu" and not policy.serial:  # on serial lanes, each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
-            if policy.moves_beside_model and not capabilities.moves_whole and self._link.counts:
-                link = self._link
+            if policy.moves_beside_model and not capabilities.moves_whole and link.counts:
                 link.caches.add(self.core.cache)
                 self.core.curve.read = lambda: Reading(*link.allocated(), optimizers=len(link.caches))
                 self.core.curve.history = History(device)
@@ -123,7 +122,7 @@ class Engine:
         self._failure = ""
         self._is_taken = True  # the core has the buckets of the plan
         # Homes and places must not be freed while a copy still uses them. This runs before the attributes are dropped.
-        weakref.finalize(self, self._link.synchronize).atexit = False
+        weakref.finalize(self, link.synchronize).atexit = False
 
     def stream_parameters(self, groups: Sequence[Sequence[ShardedParameter]]) -> None:
         """Move the parameters of this optimizer, and frozen ones of the model, to homes on the host, group by group.
@@ -196,7 +195,7 @@ class Engine:
 
         First free the allocator's memory of state that is at home now, which activations would not fit.
         """
-        self._link.empty_cache()
+        device_link(self.device).empty_cache()
         self._take_blocks()
 
     def _take_blocks(self) -> None:
@@ -325,13 +324,13 @@ class Engine:
             self.guesses.forget()
 
     def _measure(self, steady: bool) -> None:
-        core, room = self.core, self.room
+        core, room, link = self.core, self.room, device_link(self.device)
         if core.cache.stopwatch is None:
             return
         reading = core.cache.stopwatch.end(reads=room is not None)
         if core.curve.is_new:
             core.curve.is_new = False
-            self._link.empty_cache()  # free gaps between activations, which blocks would not fit; waits for the device
+            link.empty_cache()  # free gaps between activations, which blocks would not fit; waits for the device
         more = 0
         if room is not None and not core.curve.is_awaited:  # blocks in the curve's room cost less: wait for it
             more = room.end(reading, steady=steady, free_bytes=self._free_at_peak)
@@ -340,12 +339,13 @@ class Engine:
                 core.cache.resize(pool, count)
             core.choose_kept()
             if more > 0:
-                self._link.empty_cache()  # free memory that only the first steps needed; waits for the device
+                link.empty_cache()  # free memory that only the first steps needed; waits for the device
             self._take_blocks()
 
     def _free_at_peak(self) -> int:
         # Do not reset the statistics, which users read: the peak since their last reset bounds that of an iteration.
-        return self._link.room_beside(self._link.taken_bytes("peak"))
+        link = device_link(self.device)
+        return link.room_beside(link.taken_bytes("peak"))
 
     # In the backward --------------------------------------------------------------------------------------------------
 
@@ -420,7 +420,8 @@ class Engine:
         if self.device.type == "cpu":
             return True
         trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
-        room_bytes = self._link.room_beside(self._link.taken_bytes("current"))
+        link = device_link(self.device)
+        room_bytes = link.room_beside(link.taken_bytes("current"))
         return sum(local_shard(param).nbytes for param in trained) <= room_bytes
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> Step | None:
