@@ -253,7 +253,19 @@ class _Reading:
             raise CheckpointError(
                 f"{self.folder.path}/{file} does not have {min(lost)}, which an index says is there; fetch both"
             )
-        starts = self._starts(file, chunks, metadata[_SHARDING]) if _SHARDING in metadata else None
+        starts: dict[str, tuple[int, ...]] | None = None  # offsets of the file's parts in the whole tensors
+        if _SHARDING in metadata:
+            self.is_sharded = True
+            try:
+                found = json.loads(metadata[_SHARDING])
+                starts = {key: tuple(found[key]["saved_offsets"]) for key in chunks}
+                if any(len(at) != len(chunks[key].sizes) or not all(map(is_count, at)) for key, at in starts.items()):
+                    raise ValueError("offsets of other dimensions")
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{self.folder.path}/{file} has {_SHARDING} that do not fit ({type(error).__name__}: {error}); "
+                    "fetch it again, or use another one"
+                ) from error
         for key, chunk in chunks.items():
             known = self.chunks.setdefault((is_model, key), [])
             if known and (starts is None or known[0].file == file):
@@ -262,21 +274,6 @@ class _Reading:
                     "time, or remove what does not belong there"
                 )
             known.append(chunk if starts is None else chunk._replace(offsets=starts[key]))
-
-    def _starts(self, file: str, chunks: Mapping[str, StoredChunk], text: str) -> dict[str, tuple[int, ...]]:
-        """Return the offsets of a file's parts in the whole tensors."""
-        self.is_sharded = True
-        try:
-            found = json.loads(text)
-            starts = {key: tuple(found[key]["saved_offsets"]) for key in chunks}
-            if any(len(at) != len(chunks[key].sizes) or not all(map(is_count, at)) for key, at in starts.items()):
-                raise ValueError("offsets of other dimensions")
-            return starts
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CheckpointError(
-                f"{self.folder.path}/{file} has {_SHARDING} that do not fit ({type(error).__name__}: {error}); fetch "
-                "it again, or use another one"
-            ) from error
 
     def tensor(self, key: str, chunks: list[StoredChunk]) -> StoredTensor:
         """Return the tensor that consists of ``chunks``."""

@@ -171,7 +171,9 @@ class RoomHere:
         beyond = [shares(nbytes, pools, transit) for nbytes in curve.room_bytes]
         ahead = min(LASTING_POINTS, len(beyond) // 8)
         for number, pool in enumerate(pools if beyond else ()):
-            for point in points_of(cycle, self._positions, pool, ahead):
+            uses = (at for at, use in enumerate(cycle) if any(one.pool is pool and not one.kept for one in use.items))
+            used = {point_of(self._positions, at) for at in uses}
+            for point in {(point + more) % len(self._positions) for point in used for more in range(ahead + 1)}:
                 beyond[point][number] = max(0, beyond[point][number])  # updates or stores need these blocks
         soon = [*beyond, *beyond]
         lasting = [[min(each) for each in zip(*soon[at : at + ahead + 1], strict=True)] for at in range(len(beyond))]
@@ -251,16 +253,6 @@ def _use_behind(point: int, cycle: Sequence[Use], positions: Sequence[int]) -> i
 def point_of(positions: Sequence[int], at: int) -> int:
     """Return the last point before the use ``at`` of an iteration."""
     return max(0, bisect.bisect_right(positions, at) - 1)
-
-
-def points_of(cycle: Sequence[Use], positions: Sequence[int], pool: Pool, behind: int) -> set[int]:
-    """Return the points before uses of unkept items of ``pool``, and the ``behind`` points after each of them."""
-    used = {
-        point_of(positions, at)
-        for at, use in enumerate(cycle)
-        if any(item.pool is pool and not item.kept for item in use.items)
-    }
-    return {(point + more) % len(positions) for point in used for more in range(behind + 1)}
 
 
 def shares(room_bytes: int, pools: Sequence[Pool], leaving: Sequence[int]) -> list[int]:

@@ -1,7 +1,6 @@
 """Limits of host memory, checked before any is pinned: the kernel kills processes that pin too much."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +16,22 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     """Read the machine's memory and every cgroup limit above this process (v2 and v1). ``root`` is for tests."""
     meminfo = _key_values(root / "proc/meminfo")
     total, available = meminfo["MemTotal:"] * 1024, meminfo["MemAvailable:"] * 1024
-    for limit, used in _cgroup_limits(root):
-        total = min(total, limit)
-        available = min(available, max(0, limit - used))
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, limit_name, used_name, cache_name = _CGROUPS[1 if controllers else 2]
+        folder = root / mount / path.strip("/")
+        for candidate in (folder, *folder.parents):
+            text = "".join(_lines(candidate / limit_name)).strip()
+            if text.isdigit():
+                used = int("".join(_lines(candidate / used_name)).strip() or 0)
+                # Page cache counts as used but is given back on demand.
+                cache = _key_values(candidate / "memory.stat").get(cache_name, 0)
+                total = min(total, int(text))
+                available = min(available, max(0, int(text) - max(0, used - cache)))
+            if candidate == root / mount:
+                break
     return HostMemory(total, available)
 
 
@@ -64,25 +76,6 @@ _CGROUPS = {
     1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 """By version: folder, file of the limit, file of the usage, and the page cache's name in ``memory.stat``."""
-
-
-def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield ``(limit, used)`` in bytes for each cgroup above this process with a memory limit."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount, limit_name, used_name, cache_name = _CGROUPS[1 if controllers else 2]
-        folder = root / mount / path.strip("/")
-        for candidate in (folder, *folder.parents):
-            text = "".join(_lines(candidate / limit_name)).strip()
-            if text.isdigit():
-                used = int("".join(_lines(candidate / used_name)).strip() or 0)
-                # Page cache counts as used but is given back on demand.
-                cache = _key_values(candidate / "memory.stat").get(cache_name, 0)
-                yield int(text), max(0, used - cache)
-            if candidate == root / mount:
-                break
 
 
 def _lines(path: Path) -> list[str]:
