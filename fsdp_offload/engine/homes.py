@@ -21,8 +21,8 @@ from ..core.packing import ArenaLayout, Packed, ShardSpec, choose_host_share, jo
 from ..cpu_update import HostUpdates
 from ..device.arena import PAGE_BYTES, Region, aligned
 from ..device.host_limits import check_host_memory
-from ..fsdp.dtensor import has_inner_tensors, largest_local_numel, local_shard, version_of
-from ..optimizers.bucket_update import BoundRange, bind_range, place_values
+from ..fsdp.dtensor import has_inner_tensors, largest_local_numel, local_shard, over_local, version_of
+from ..optimizers.bucket_update import BoundRange, place_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
@@ -389,8 +389,15 @@ class Plan:
                 apart = not (self._layouts.capabilities.known and shard.on_locals)
                 memory = block if block is not None else self._no_bytes
                 values = place_values(shard, piece.start, piece.stop, memory, offsets, apart=apart)
-            weights = weights_at(shard.param, piece.start, piece.stop)
-            bound.append(bind_range(shard, piece.start, piece.stop, values, weights))
+            start, stop, local = piece.start, piece.stop, local_shard(shard.param)
+            weights, is_last = weights_at(shard.param, start, stop), stop == local.numel()
+            if weights is not None:  # in its place: its home is on the host
+                param = weights if shard.on_locals else over_local(shard.param, weights)
+            elif not shard.on_locals or (start == 0 and is_last and local is shard.param):
+                param = shard.param
+            else:
+                param = local.detach() if start == 0 and is_last else local.detach().view(-1)[start:stop]
+            bound.append(BoundRange(shard, start, stop, param, values, is_last, local.data_ptr()))
         return bound
 
     def as_saved(self, optimizer: Optimizer, param: Tensor, state: UserState, *, empty: bool = False) -> UserState:

@@ -15,7 +15,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from ..fsdp.dtensor import has_inner_tensors, local_shard, over_local
+from ..fsdp.dtensor import has_inner_tensors, local_shard
 from ..state.layout import forms_of, leaves_of
 from ..state.shard import StateShard
 from ..state.store import StateStore, UserState
@@ -65,24 +65,6 @@ class BoundRange:
             return grad
         local = local_shard(grad)
         return local if self.start == 0 and self.last else local.reshape(-1)[self.start : self.stop]
-
-
-def bind_range(
-    shard: StateShard, start: int, stop: int, values: dict[str, Tensor], weights: Tensor | None = None
-) -> BoundRange:
-    """Bind the elements ``[start, stop)`` of ``shard`` to ``values``, its state tensors on the device.
-
-    ``weights``: the parameter's own elements there, if it does not stay on the device.
-    """
-    local = local_shard(shard.param)
-    last = stop == local.numel()
-    if weights is not None:
-        param = weights if shard.on_locals else over_local(shard.param, weights)
-    elif not shard.on_locals or (start == 0 and last and local is shard.param):
-        param = shard.param
-    else:
-        param = local.detach() if start == 0 and last else local.detach().view(-1)[start:stop]
-    return BoundRange(shard, start, stop, param, values, last, local.data_ptr())
 
 
 def place_values(
