@@ -397,21 +397,17 @@ class DeviceLink:
     def _lanes(self) -> Lanes:
         return Lanes(self.device, serial=False)
 
-    def taken_bytes(self, when: Literal["current", "peak"]) -> int:
-        """Return allocated bytes plus fragmentation, now or at the peak since the last reset; 0 on the CPU.
+    def room_bytes(self, when: Literal["current", "peak"]) -> int:
+        """Return the bytes that this process may allocate on top of what it takes, less 5 %; 0 on the CPU.
 
-        Gaps between blocks count, since only an allocation that fits can use them. The peak is an upper bound: its two
-        parts need not have been largest at the same time.
+        It takes what is allocated now, or was at the peak since the last reset. Gaps between blocks count, since only
+        an allocation that fits can use them. The peak is an upper bound: its two parts need not have been largest at
+        the same time.
         """
         if self.device.type == "cpu":
             return 0
         stats = torch.accelerator.memory_stats(self.device)
-        return int(sum(stats[f"{part}.all.{when}"] for part in ("allocated_bytes", "inactive_split_bytes")))
-
-    def room_beside(self, taken_bytes: int) -> int:
-        """Return the bytes that this process may allocate on top of ``taken_bytes``, less 5 %; 0 on the CPU."""
-        if self.device.type == "cpu":
-            return 0
+        taken_bytes = int(sum(stats[f"{part}.all.{when}"] for part in ("allocated_bytes", "inactive_split_bytes")))
         module = torch.get_device_module(self.device)
         free, total = module.mem_get_info(self.device)
         has_limit = hasattr(module, "get_per_process_memory_fraction")  # CUDA

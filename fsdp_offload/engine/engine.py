@@ -333,7 +333,8 @@ class Engine:
             link.empty_cache()  # free gaps between activations, which blocks would not fit; waits for the device
         more = 0
         if room is not None and not core.curve.is_awaited:  # blocks in the curve's room cost less: wait for it
-            more = room.end(reading, steady=steady, free_bytes=self._free_at_peak)
+            # Users read the statistics: do not reset them. The peak since their last reset bounds that of an iteration.
+            more = room.end(reading, steady=steady, free_bytes=partial(link.room_bytes, "peak"))
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
                 core.cache.resize(pool, count)
@@ -341,11 +342,6 @@ class Engine:
             if more > 0:
                 link.empty_cache()  # free memory that only the first steps needed; waits for the device
             self._take_blocks()
-
-    def _free_at_peak(self) -> int:
-        # Do not reset the statistics, which users read: the peak since their last reset bounds that of an iteration.
-        link = device_link(self.device)
-        return link.room_beside(link.taken_bytes("peak"))
 
     # In the backward --------------------------------------------------------------------------------------------------
 
@@ -420,8 +416,7 @@ class Engine:
         if self.device.type == "cpu":
             return True
         trained = (shard.param for shard in self.plan.shards.values() if shard.param.requires_grad)
-        link = device_link(self.device)
-        room_bytes = link.room_beside(link.taken_bytes("current"))
+        room_bytes = device_link(self.device).room_bytes("current")
         return sum(local_shard(param).nbytes for param in trained) <= room_bytes
 
     def _begin(self, optimizer: Optimizer, states: StateStore) -> Step | None:
