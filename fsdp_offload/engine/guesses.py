@@ -162,19 +162,18 @@ class Guesses:
 
     # A step -----------------------------------------------------------------------------------------------------------
 
-    def may_begin(self) -> bool:
-        """Return whether the updates of the running backward may be speculative."""
-        if not self.is_ready or self.ahead.is_off or self._contents.writes_gradients:
-            return False
-        # R4: while a checkpoint's writer reads spare homes, no update may store there, so the step is not speculative.
-        return not [one for one in self._contents.plan.housed() if (spare := one.spare) is not None and spare.is_read()]
-
     def choose(self, optimizer: Optimizer, states: StateStore) -> None:
         """Choose, ahead of an update in the backward, whether this step is speculative."""
-        # With Nesterov's momentum, torch._foreach_* updates write gradients.
-        ahead = self.ahead
-        ahead.is_speculative = self.may_begin() and not any(group.get("nesterov") for group in optimizer.param_groups)
-        shards = self._contents.plan.shards.items() if ahead.is_speculative else ()
+        ahead, contents = self.ahead, self._contents
+        ahead.is_speculative = (
+            self.is_ready
+            and not (ahead.is_off or contents.writes_gradients)
+            # R4: while a checkpoint's writer reads spare homes, no update may store there.
+            and not [one for one in contents.plan.housed() if (spare := one.spare) is not None and spare.is_read()]
+            # With Nesterov's momentum, torch._foreach_* updates write gradients.
+            and not any(group.get("nesterov") for group in optimizer.param_groups)
+        )
+        shards = contents.plan.shards.items() if ahead.is_speculative else ()
         ahead.without_state = {param for param, shard in shards if not states.get(param) and shard.homes}
 
     def takes(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
