@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LinearLR
 
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
@@ -40,7 +41,7 @@ STEPS = 5
 WIDTH = 50  # rows that divide neither by 3 nor by 4, so shards are uneven and every boundary moves
 
 
-def build(device: torch.device, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(device: torch.device, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, LinearLR]:
     torch.manual_seed(seed)
     layers = [nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH), nn.Linear(WIDTH, 7)]
     model = nn.Sequential(*layers)
@@ -51,21 +52,27 @@ def build(device: torch.device, seed: int) -> tuple[nn.Module, torch.optim.Optim
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # Small buckets, so that even this little state comes in several.
     policy = OffloadPolicy(bucket_bytes=8192)
-    return model, offload_optimizer(optimizer, model=model, policy=policy)
+    offload_optimizer(optimizer, model=model, policy=policy)
+    return model, optimizer, LinearLR(optimizer, total_iters=4 * STEPS)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LinearLR, device: torch.device) -> None:
     for step in range(STEPS):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
         model(x).pow(2).mean().backward()
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
 
 
 def save(folder: Path, device: torch.device) -> bool:
-    model, optimizer = build(device, seed=0)
-    train(model, optimizer, device)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    model, optimizer, scheduler = build(device, seed=0)
+    train(model, optimizer, scheduler, device)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "scheduler": scheduler.state_dict(),
+    }
     dcp.save(state, checkpoint_id=folder)
     whole = in_one_piece(state)
     if dist.get_rank() == 0:
@@ -75,21 +82,26 @@ def save(folder: Path, device: torch.device) -> bool:
 
 
 def resume(folder: Path, device: torch.device) -> bool:
-    model, optimizer = build(device, seed=1)  # other weights: all that is right afterwards was loaded
+    model, optimizer, scheduler = build(device, seed=1)  # other weights: all that is right afterwards was loaded
     # The optimizer has made no step, so it has no state to load into. for_load=True names all that it is going to have,
     # in the host memory where it will live, cut for this number of ranks. DCP reads from the files of the others just
     # what this rank needs, and nothing passes through the device.
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, for_load=True),
+        "scheduler": scheduler.state_dict(),
     }
     load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])  # from now on it is the optimizer's state
 
+    scheduler.load_state_dict(state["scheduler"])
+
+    saved = torch.load(folder / "whole.pt", weights_only=False)
     now = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    different = compare(torch.load(folder / "whole.pt", weights_only=False), in_one_piece(now))
-    train(model, optimizer, device)
+    different = compare(saved, in_one_piece(now))
+    different += [] if scheduler.state_dict() == saved["scheduler"] else ["scheduler"]
+    train(model, optimizer, scheduler, device)
     report = "every bit is the same" if not different else f"DIFFERENT: {', '.join(different)}"
     log(f"resumed by {dist.get_world_size()} ranks: {report}")
     return not different

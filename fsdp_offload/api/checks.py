@@ -374,7 +374,7 @@ def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) ->
     names, known = attachment.engine.names, None if attachment.has_others else attachment.model
     model = None if known is None else known()
     # Not parameter_names(), which reshards: a check must not change what the next forward gathers.
-    of_model = names.keys() if model is None else set(parameters_of(model))
+    of_model = names.keys() if model is None else parameters_of(model).keys()
     foreign = [name for param, name in names.items() if param.grad is None and param not in of_model]
     if any(is_dtensor(param) and param not in names for param in params) and not any(map(is_dtensor, names)):
         foreign = list(names.values())

@@ -149,7 +149,8 @@ class OffloadReport:
 
     def __str__(self) -> str:
         lines = [f"Offloaded {self.optimizer}", *(f"  ! {note}" for note in self.notes), f"  {self.kept.reason}"]
-        lines += [f"  {self.clipping}"] if self.clipping else []
+        mark = "! " if "updates wait for" in self.clipping else ""
+        lines += [f"  {mark}{self.clipping}"] if self.clipping else []
         if self.step is None:
             lines.append(f"  No step yet. Steps will move {_bytes(self.kept.moving_bytes)} through the device.")
         rows = list(self._rows())

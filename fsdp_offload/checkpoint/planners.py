@@ -77,7 +77,7 @@ class Problem(Enum):
     """Kinds of mistakes, in the plural, with their remedies."""
 
     MISSING = (
-        "requested, but not in the checkpoint: {}. Is it of another model, or saved with another "
+        "requested, but not in the checkpoint: {}. Is it of another model, saved without a scheduler, or with another "
         "flatten_optimizer_state_dict? planner=LoadPlanner(allow_missing=[patterns]) leaves such keys as they are, and "
         "load() takes out those of parameters that had no state."
     )

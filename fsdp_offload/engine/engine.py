@@ -222,6 +222,7 @@ class Engine:
         """Return whether there was any gradient, and whether this iteration repeated the one before."""
         core, guesses = self.core, self.guesses
         self.check_usable("step()", mid_step=True)
+        self.lending.check_step()
         if lost := self.lending.lost_writes():
             warnings.warn(
                 f"State of {listed(lost)} was written through a tensor that was fetched before an asynchronous save. "
@@ -422,6 +423,7 @@ class Engine:
     def _begin(self, optimizer: Optimizer, states: StateStore) -> Step | None:
         if self.core.frees_gradients and any(map(is_freed, self.plan.shards)):
             return None  # this backward or step() will refuse freed gradients, before which no bucket may be updated
+        self.lending.check_step()
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])

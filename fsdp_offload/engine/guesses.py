@@ -154,11 +154,11 @@ class Guesses:
         begun = 'overlap="iteration": the loop clips; '
         if self.unavailable:
             return f"{begun}updates wait for step(), as {self.unavailable}."
-        taken = f"{self.rolled_back} of {self.committed + self.rolled_back} such steps were taken back"
-        changed = f"in {sum(self._history)} of the last {len(self._history)} steps gradients were changed"
+        taken = f"{self.rolled_back} of {self.committed + self.rolled_back} steps that it began were undone before step()"
+        changed = f"clipping changed gradients in {sum(self._history)} of the last {len(self._history)} steps"
         if not self._is_on:
-            return f"{begun}{changed}, so that updates wait for step() until few are. {taken}."
-        return f"{begun}updates run ahead of it. {taken}; {changed}."
+            return f"{begun}{changed}, so that updates wait for step() until it changes few. Of the backward, {taken}."
+        return f"{begun}updates run in the backward. {taken}; {changed}."
 
     # A step -----------------------------------------------------------------------------------------------------------
 

@@ -534,6 +534,11 @@ class Lending:
         here = threading.current_thread()
         return any(getattr(one, "thread", None) is here and one.is_reading() for one in self.readers)
 
+    def check_step(self) -> None:
+        """Raise if a step that begins now would wait for a reader in the thread that trains."""
+        for reader in self.readers if self.step is None else ():
+            getattr(reader, "check_step", lambda: None)()
+
     def wait(self) -> None:
         """Block the host until all readers have finished."""
         for reader in self.readers:

@@ -33,12 +33,13 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {param: name for name, param in model.named_parameters()}
 
 
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    """List the model's parameters in registration order; for gathered ones, their shards, without resharding."""
-    groups = _param_groups(model)
-    gathered = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
-    shards = {one._unsharded_param: one.sharded_param for one in gathered}
-    return [shards.get(param, param) for param in model.parameters()]
+def parameters_of(model: nn.Module) -> dict[Tensor, str]:
+    """Map as :func:`parameter_names`; for gathered parameters, their shards, without resharding, in any thread."""
+    named = list(model.named_parameters())  # first: another thread may gather them
+    records = [one for group in _param_groups(model) for one in group.fsdp_params]
+    of_forward = ("_unsharded_param", "_sharded_post_forward_param")
+    shards = {getattr(one, name, None): one.sharded_param for one in records for name in of_forward}
+    return {shards.get(param, param): name for name, param in named}
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:

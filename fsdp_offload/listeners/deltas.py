@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,11 +26,11 @@ from ..device.lanes import Mark
 from ..engine.engine import Engine
 from ..engine.homes import home_of
 from ..fsdp.dtensor import canonical_fqn, has_inner_tensors, local_shard, unseen
-from ..fsdp.fully_shard import dtypes_in_use, parameter_names
+from ..fsdp.fully_shard import dtypes_in_use, parameters_of
 from ..optimizers.bucket_update import BoundRange
 from ..policy import listed, tells
 from ..state.layout import params_of
-from .rows import PIECE_NUMEL, Sums, count, differing, gather, positions, read_sums, room_for, rows_of, sums
+from .rows import PIECE_NUMEL, ROW, Sums, count, differing, gather, positions, read_sums, rows_of, sums
 
 DENSE_ABOVE = 1 / 4
 """The changed share of a shard above which all of it is handed out."""
@@ -75,7 +75,8 @@ class Batch:
 
     def room(self, copies: int) -> Tensor:
         """Take memory for copies of them."""
-        return room_for(self.numels, self.pieces[0].flat, self.pieces[0].dtype, copies)
+        rows, like = sum(map(rows_of, self.numels)), self.pieces[0]
+        return torch.empty(copies, rows, ROW, dtype=like.dtype, device=like.flat.device)
 
     def copy(self, rows: Tensor) -> Tensor:
         """Copy them into ``rows`` as they are now, in the current stream."""
@@ -214,6 +215,9 @@ class WeightDeltas:
         with engine.between_steps():
             return self._hand_out(self._take(engine))
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("WeightDeltas listens to an optimizer of this process. Iterate over it here, send the deltas.")
+
     def _take(self, engine: Engine) -> list[tuple[Tensor, Tensor | None, Tensor]]:
         """List parameters that have changed: which elements have, as bits, ``None`` being all, and their values."""
         recorder, present = self._recorder, self._measure(engine)
@@ -341,5 +345,5 @@ def weight_deltas(optimizer: Optimizer) -> WeightDeltas:
             f"weight_deltas: {listed(several)} are made of several tensors, from which forwards compute weights. Train "
             "them by an optimizer of their own, and compare them with a copy."
         )
-    names = {param: canonical_fqn(model, name) for param, name in parameter_names(model).items()}
+    names = {param: canonical_fqn(model, name) for param, name in parameters_of(model).items()}
     return WeightDeltas(first, engine, names, _Recorder(dtypes_in_use(model), engine.policy.pins(engine.device.type)))

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -35,9 +36,9 @@ _STILL_HELD = 2
 class _Reading:
     """One loop over weights: a :class:`~fsdp_offload.state.shard.Reader` of their homes. It ends with its thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.thread = threading.current_thread()
-        self._core = engine.core
+    def __init__(self, engine: Engine, parts: list[Part]) -> None:
+        self.thread, self._core = threading.current_thread(), engine.core
+        self._updated = [part for part in parts if part.sharded.param in engine.plan.shards]
         self._over = threading.Event()
         self.waited_seconds = 0.0
 
@@ -47,14 +48,22 @@ class _Reading:
     def when_over(self, look: Callable[[], object]) -> None:
         """Do nothing: the loop checks by itself whether other code has written what it read."""
 
-    def wait(self) -> None:
-        """Block the thread that trains; a RuntimeError if it is the one that reads."""
+    def check_step(self) -> None:
+        """Refuse a step of the thread that reads before it changes anything, unless all it updates has spare homes."""
+        if any(part.spare is None or part.spare.is_read() for part in self._updated):
+            self._check_other_thread()
+
+    def _check_other_thread(self) -> None:
         if self.is_reading() and self.thread.ident == self._core.thread:
             raise RuntimeError(
                 "an update was called for within a loop over weights(model), in the same thread, and there are no "
                 "spare homes: it would wait for itself. End the loop before the backward and step(), or give "
                 "OffloadPolicy(snapshot_bytes=...) as many bytes as state and parameters have."
             )
+
+    def wait(self) -> None:
+        """Block the thread that trains; a RuntimeError if it is the one that reads."""
+        self._check_other_thread()
         begin, warned = time.perf_counter(), False
         while self.is_reading():
             self._over.wait(_POLL_SECONDS)
@@ -90,7 +99,7 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     All are weights of one step: the last that had ended when the loop began, which waits for the end of a step under
     way. Tensors are of the parameter's type, a DTensor of its mesh and placements, and dtype; do not write them. They
-    are true until the loop ends: copy what you keep.
+    are true until the loop ends: copy what you keep. (Of a module with one or two parameters, they are copies.)
 
     Training continues meanwhile. Its next updates go to spare homes, within ``OffloadPolicy.snapshot_bytes``; without
     them, training waits for the loop, and the log (``INFO``) says how long. Buffers are not parameters.
@@ -98,8 +107,9 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         TypeError: it is no module.
         ValueError: some of its parameters have no home.
-        RuntimeError: weights are half updated; several optimizers train the model, and the thread does not; as the loop
-            ends, other code has written parameters in place, or the caller holds more than the last tensors.
+        RuntimeError: weights are half updated; several optimizers train the model, and not all have made their step,
+            or the thread does not train; as the loop ends, other code has written parameters in place, or the caller
+            holds more than the last tensors.
     """
     check_is_module(model, "weights")
     found = {}
@@ -114,51 +124,58 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for name in [name for name, param in module._parameters.items() if param is not None]:
             full = f"{prefix}.{name}" if prefix else name
-            engine, part = found.get((id(module), name), (None, None))
-            if engine is None or part is None:
+            if (its := found.get((id(module), name))) is None:
                 without.append(full)
             else:
-                named.setdefault(part, (canonical_fqn(model, full), engine))
+                named.setdefault(its[1], (canonical_fqn(model, full), its[0]))
     if without or not named:
         raise ValueError(
             f"weights: {listed(without) or 'no parameter'} of this {type(model).__name__} has no home on the host. "
             "Give OffloadPolicy(parameters=True) to offload_optimizer(optimizer, model=model), for each optimizer of "
             "the model, or read model.state_dict() in the thread that trains."
         )
-    return _loop(
-        {part: name for part, (name, _) in named.items()}, list({engine: None for _, engine in named.values()})
-    )
+    return _loop(named)
 
 
-def _loop(named: dict[Part, str], engines: list[Engine]) -> Iterator[tuple[str, Tensor]]:
-    if len(engines) > 1 and any(engine.core.is_foreign for engine in engines):
+def _loop(named: dict[Part, tuple[str, Engine]]) -> Iterator[tuple[str, Tensor]]:
+    of_engine: defaultdict[Engine, list[Part]] = defaultdict(list)
+    for part, (_, engine) in named.items():
+        of_engine[engine].append(part)
+    if len(of_engine) > 1 and any(engine.core.is_foreign for engine in of_engine):
         raise RuntimeError(
-            f"weights: {len(engines)} optimizers train this model, and another thread cannot know when all of them "
+            f"weights: {len(of_engine)} optimizers train this model, and another thread cannot know when all of them "
             "have made their step. Loop in the thread that trains, between two iterations."
         )
-    attached = {attachment.engine for one in list(offloaded) if (attachment := attachment_of(one)) is not None}
-    if not attached.issuperset(engines):
+    if any(engine.weights.parts.get(part.sharded.param) is not part for part, (_, engine) in named.items()):
         raise RuntimeError(
             "weights: an optimizer of the model was removed from offload, or attached anew, since weights(model) was "
             "called. Call it again."
         )
-    readings = [_Reading(engine) for engine in engines]
+    readings = [_Reading(*each) for each in of_engine.items()]
     try:
         with ExitStack() as stack:
-            for engine in engines:
+            for engine in of_engine:
                 stack.enter_context(engine.between_steps())
                 engine.check_usable("weights(model)")
                 wait_parameters_home(engine)
+            # By engine, whether gradients that it updates with were reduced since its last step() or zero_grad().
+            waiting = {any(map(engine.core.of_group.get, engine.core.reductions.counts)) for engine in of_engine}
+            if len(waiting) > 1:
+                raise RuntimeError(
+                    "weights: since the last backward, one optimizer of the model has made its step, and another has "
+                    "not: weights of two steps would be mixed. Loop behind the step() of the last one; if it makes "
+                    "none this time, call its zero_grad() first."
+                )
             homes = {part: part.home for part in named}
             versions = versions_of(homes.values())
-            for reading, engine in zip(readings, engines, strict=True):
-                own = {*engine.weights.parts.values()}
-                engine.lending.lend(reading, [home for part, home in homes.items() if part in own])
+            for reading, (engine, parts) in zip(readings, of_engine.items(), strict=True):
+                engine.lending.lend(reading, [homes[part] for part in parts])
         handed: list[weakref.ref[Any]] = []
-        for part, name in named.items():
+        few = len(named) <= _STILL_HELD  # a dict of so few cannot be told from a loop that has ended
+        for part, (name, _) in named.items():
             local = homes[part].weights
             assert local is not None, "the home of a parameter"
-            yield name, over_local(part.sharded.param, _over_memory_of(local, handed))
+            yield name, over_local(part.sharded.param, local.clone() if few else _over_memory_of(local, handed))
         if versions_of(homes.values()) != versions:
             raise RuntimeError(
                 "weights: a parameter was written in place during the loop, which may have handed out some of its old "

@@ -21,7 +21,6 @@ _WORD = 1 << 64
 _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
 
-
 _PLACE, _SCATTER = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
 
@@ -35,11 +34,6 @@ class Sums(NamedTuple):
 def rows_of(numel: int) -> int:
     """Count the rows that ``numel`` elements fill, the last one perhaps in part."""
     return -(-numel // ROW)
-
-
-def room_for(numels: Sequence[int], like: Tensor, dtype: torch.dtype, copies: int) -> Tensor:
-    """Allocate memory for ``copies`` of the parts on the device of ``like``, in the current stream's order."""
-    return torch.empty(copies, sum(map(rows_of, numels)), ROW, dtype=dtype, device=like.device)
 
 
 @torch.no_grad()

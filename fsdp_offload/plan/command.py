@@ -88,7 +88,7 @@ def _show(made: "Plan", console: Console, overlap: OverlapKind | None, *, legend
         f"{training.compute_dtype} computation, {training.optimizer}"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("policy", "recomputed", "batches", "device\nGB", "host\nGB", "ms", "tokens/s", "limit", "not"):
+    for name in ("policy", "recomputed", "batches", "device\nGB", "host\nGB/rank", "ms", "tokens/s", "limit", "not"):
         table.add_column(name, justify="left" if name in ("policy", "limit", "not") else "right", no_wrap=True)
     for one in made.forecasts:
         sizes = (f"{nbytes / 1e9:.1f}" for nbytes in (one.needed_bytes, one.host_bytes))

@@ -535,7 +535,9 @@ def test_gradients_are_kept_alive_by_nobody(mesh: DeviceMesh, parameters: bool) 
 
 def test_the_report_says_how_often(mesh: DeviceMesh) -> None:
     loop = train(Loop(mesh, adamw, clipping()), [NEVER] * 6 + [ALWAYS] + [NEVER] * 3)
-    told = "1 of 9 such steps were taken back; in 1 of the last 9 steps gradients were changed"
+    told = "1 of 9 steps that it began were undone before step(); clipping changed gradients in 1 of the last 9"
     assert told in report_of(loop)
-    assert "so that updates wait for step() until few are" in report_of(train(loop, [ALWAYS] * 4))
+    assert '! overlap="iteration": the loop clips; clipping changed gradients in' in report_of(
+        train(loop, [ALWAYS] * 4)
+    )
     assert "clips" not in report_of(Loop(mesh, adamw, clipping()).train(4))

@@ -45,7 +45,7 @@ def test_the_answer_is_one_screen_and_the_legend_is_asked_for(small: Path) -> No
     text = "\n".join(legend)
     assert text.strip() == LEGEND.read_text(encoding="utf-8").strip()
     explained = {word for line in legend if not line.startswith(" ") for word in line.partition(": ")[0].split(", ")}
-    assert {*head, "device", "host"} - {"GB"} <= explained
+    assert {*head, "device", "host"} - {"GB", "GB/rank"} <= explained
     assert {"compute", "gathers", "link", "launches", "device", "host", "clip", "loop", "close"} <= {
         *re.findall(r"\w+", text)
     }

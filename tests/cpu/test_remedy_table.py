@@ -817,7 +817,7 @@ def nested_in_another_way(path: Path) -> Any:
     return resumed(script, path)
 
 
-@remedy("or saved with another flatten_optimizer_state_dict?")
+@remedy("or with another flatten_optimizer_state_dict?")
 def flattened_in_another_way(path: Path) -> Any:
     script = saved_script(path)
     flat = get_optimizer_state_dict(script.model, script.optimizer, for_load=True, flatten_optimizer_state_dict=True)
@@ -1170,6 +1170,19 @@ def weights_without_homes(_: Path) -> Any:
     return script
 
 
+@remedy("Loop behind the step() of the last one; if it makes none this time, call its zero_grad() first")
+def weights_between_two_steps(_: Path) -> Any:
+    script = Script(lambda params: torch.optim.AdamW([*params][:1])).attach(parameters=True)
+    other = torch.optim.AdamW([*script.model.parameters()][1:])
+    offload_optimizer(other, model=script.model, policy={"parameters": True})
+    script.backward()
+    other.step()
+    yield lambda: [*weights(script.model)]
+    script.optimizer.zero_grad()
+    assert len([name for name, _ in weights(script.model)]) == 3
+    return script
+
+
 # The test -------------------------------------------------------------------------------------------------------------
 
 
@@ -1223,6 +1236,7 @@ ELSEWHERE = {
         "from which forwards compute weights",
         "which its model did not have when",
         "is asleep. Call reload_model(model)",
+        "listens to an optimizer of this process",
     ),
     "tests/cpu/test_weights_from_homes.py": (
         "was called for within a loop",

@@ -142,6 +142,7 @@ def test_a_loop_whose_updates_wait_for_the_step_is_told_why(mesh: DeviceMesh, cl
         loop.step()
     report = offload_report(loop.optimizer)
     assert ("all updates wait for it. To clip, call fsdp_offload.clip_grad_norm_" in report.clipping) == clips
+    assert ('\n  ! overlap="iteration": the loop changes gradients' in str(report)) == clips
 
 
 # Notes ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What ``weight_deltas`` hands out, and what it refuses, case by case; random programs are in ``tests/conformance``."""
 
 import gc
+import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_offload import clip_grad_norm_, offload_model, offload_report, reload_model, remove_offload
 from fsdp_offload.engine.engine import engine_of
-from fsdp_offload.listeners import WeightDelta, weight_deltas
+from fsdp_offload.listeners import WeightDelta, WeightDeltas, weight_deltas
 from tests.overlapping import EVERY_POLICY, Loop, Net, adamw, policy_of
 from tests.parity import attach, fail_in_bucket, local
 
@@ -54,6 +56,8 @@ def test_few_are_handed_out_one_by_one_and_many_whole(mesh: DeviceMesh, fields: 
         assert all(torch.equal(one.values.view(torch.int16), after[name][one.indices]) for one in of_one)
     assert kinds == {True, False}
     assert list(deltas) == []
+    with pytest.raises(TypeError, match="listens to an optimizer of this process"):
+        pickle.dumps(deltas)
 
 
 def test_a_step_that_is_rolled_back_leaves_none(mesh: DeviceMesh) -> None:
@@ -172,6 +176,36 @@ def test_while_the_model_sleeps(mesh: DeviceMesh) -> None:
         list(deltas)
     reload_model(loop.model)
     assert list(deltas) == []
+
+
+@EVERY_POLICY
+@pytest.mark.parametrize("place", ["forward", "another thread"])
+def test_it_may_begin_and_be_read_in_a_forward(mesh: DeviceMesh, fields: dict[str, Any], place: str) -> None:
+    """In which the root's parameters are gathered; in another thread, too, which does not wait for the forward."""
+    plain, loop = (Loop(mesh, slow, one, net=half).train(2) for one in (None, policy_of(fields)))
+    followed: list[WeightDeltas] = []
+    found: list[list[WeightDelta]] = []
+
+    def look() -> None:
+        followed.append(weight_deltas(loop.optimizer))
+        found.append([*followed[0]])
+
+    def hook(*_: object) -> None:
+        reader = threading.Thread(target=look)
+        reader.start() if place == "another thread" else look()
+        if place == "another thread":
+            reader.join()
+
+    before, hooked = bits_of(loop), loop.model.blocks[1].register_forward_hook(hook)
+    for each in (plain, loop):
+        each.train(2, first=2)
+    hooked.remove()
+    assert len(found) == 2
+    for name, indices, values, _ in [*found[1], *followed[0]]:
+        before[name][indices] = values.view(torch.int16)
+    after, expected = bits_of(loop), bits_of(plain)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(expected[name], after[name]) for name in before)
 
 
 def test_what_it_refuses(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,12 +108,33 @@ def test_what_it_refuses(mesh: DeviceMesh) -> None:
         weights(loop.optimizer)  # type: ignore[arg-type]
     loop = Loop(mesh, adamw, on_host({"overlap": "forward"})).train(2)
 
+
+@EVERY_POLICY
+def test_a_step_in_the_loop_without_spare_homes_changes_nothing(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    plain, loop = (Loop(mesh, adamw, one, net=small).train(3) for one in (None, on_host(fields, **STREAMED)))
+
     def train() -> None:
         for _ in weights(loop.model):
-            loop.train(1, first=2)
+            loop.train(1, first=3)
 
     with pytest.raises(RuntimeError, match="it would wait for itself"):
         train()
+    assert same(copied(loop), weights_of(plain))
+    loop.optimizer.zero_grad()
+    for each in (plain, loop):
+        each.train(2, first=3)
+    assert same(weights_of(loop), weights_of(plain))
+
+
+def test_few_are_copies_that_may_be_kept(mesh: DeviceMesh) -> None:
+    """More are refused. (A dict of one or two cannot be told from a loop, whose variables hold as many.)"""
+    loop = Loop(mesh, adamw, on_host({}, **STREAMED), net=small).train(1)
+    up = loop.model.blocks[0].up
+    kept, expected = dict(weights(up)), copied(loop)
+    loop.train(2, first=1)
+    assert {f"blocks.0.up.{name}" for name in kept} <= expected.keys()
+    assert all(torch.equal(local(tensor), expected[f"blocks.0.up.{name}"]) for name, tensor in kept.items())
+    assert not torch.equal(local(kept["weight"]), local(up.weight.detach()))
 
 
 def test_a_step_in_the_loop_goes_to_spare_homes(mesh: DeviceMesh) -> None:
@@ -138,7 +159,14 @@ def test_two_optimizers_are_read_in_the_thread_that_trains(mesh: DeviceMesh) -> 
         loop.step()
         other.step()
         other.zero_grad()
-    assert same(copied(loop), weights_of(loop))
+        assert same(copied(loop), weights_of(loop))
+    loop.backward(2)
+    before = copied(loop)
+    loop.optimizer.step()
+    with pytest.raises(RuntimeError, match="weights of two steps would be mixed"):
+        copied(loop)
+    other.step()
+    assert not any(torch.equal(value, before[name]) for name, value in copied(loop).items())
     errors: list[RuntimeError] = []
 
     def read() -> None:

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_offload.listeners.rows import Sums, count, differing, gather, positions, read_sums, room_for, rows_of, sums
+from fsdp_offload.listeners.rows import ROW, Sums, count, differing, gather, positions, read_sums, rows_of, sums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def copied(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return gather(parts, room_for([part.numel() for part in parts], parts[0], dtype, 1)[0])
+    return gather(parts, torch.empty(sum(rows_of(part.numel()) for part in parts), ROW, dtype=dtype))
 
 
 def summed(parts: list[Tensor], dtype: torch.dtype) -> list[Sums]:
