@@ -154,7 +154,8 @@ class Guesses:
         begun = 'overlap="iteration": the loop clips; '
         if self.unavailable:
             return f"{begun}updates wait for step(), as {self.unavailable}."
-        taken = f"{self.rolled_back} of {self.committed + self.rolled_back} steps that it began were undone before step()"
+        begins = self.committed + self.rolled_back
+        taken = f"{self.rolled_back} of {begins} steps that it began were undone before step()"
         changed = f"clipping changed gradients in {sum(self._history)} of the last {len(self._history)} steps"
         if not self._is_on:
             return f"{begun}{changed}, so that updates wait for step() until it changes few. Of the backward, {taken}."
