@@ -66,12 +66,13 @@ class Updates:
         began_at: mark of compute where the backward began the step; unset if ``step()`` began it.
         stepping: mark of compute where ``step()`` was called; ``None`` outside of ``step()``.
         is_seen: a forward already ran on parameters that the backward updated for this step.
+        stores_kept: kept items are stored right after their update, too.
     """
 
     began_at: Mark
 
     def __init__(self, way_back: "WayBack | None" = None) -> None:
-        self.joined_bytes, self.way_back, self.is_seen = 0, way_back, False
+        self.joined_bytes, self.way_back, self.is_seen, self.stores_kept = 0, way_back, False, False
         self.done: dict[Bucket, None] = {}
         self.torn: tuple[Bucket, ...] = ()
         self.ready: list[Bucket] = []
@@ -81,6 +82,9 @@ class Updates:
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind the tensors that one update of ``buckets`` needs; return those that it reads, and the update."""
         raise NotImplementedError
+
+    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+        """Handle that an update of ``buckets`` on the device, which ends at ``mark``, has been issued."""
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Let the CPU update ``bucket`` once the marks ``after`` have passed; return the update's mark at once."""
@@ -479,6 +483,7 @@ class Core:
         updates.done.update(dict.fromkeys(buckets))
         cache.pinned, updates.torn = (), ()  # last: an interrupt leaves each bucket in done or in torn
         cache.moved.updates += len(buckets)
+        updates.updated(buckets, mark)
         if guess is not None:
             for one in buckets:
                 guess.updated(one)
@@ -522,7 +527,7 @@ class Core:
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in number_of
             is_complete = is_state or updates.done.keys() >= set(self.of_group[number_of[item]])
-            if is_complete and (guess is not None or not item.stays):
+            if is_complete and (guess is not None or updates.stores_kept or not item.stays):
                 self.cache.put(item)
                 if is_state and not item.kept:
                     self.cache.drop(item, is_used=True)

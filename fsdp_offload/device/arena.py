@@ -1,7 +1,7 @@
 """Host memory of exactly the size asked for, page-locked where there is an accelerator, freed with its last user.
 
 torch's caching host allocator rounds every request up to a power of two and keeps what is freed, so a region is a
-private mapping that is touched in parallel and then registered with the driver. The life of a region:
+mapping, private or of a file in memory, that is touched in parallel and then registered with the driver. Its life:
 
     map -> touch (several threads, so pages come from the toucher's NUMA node) -> register -> ... -> unregister -> unmap
 
@@ -41,7 +41,7 @@ def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
 
 
 class _Mapping(mmap.mmap):
-    """A private mapping that exported buffers keep alive. ``before_unmap`` is called after the last of them."""
+    """A mapping that exported buffers keep alive. ``before_unmap`` is called after the last of them."""
 
     before_unmap: Callable[[], None] | None = None
 
@@ -80,11 +80,14 @@ class Region:
     """One block of host memory; ``bytes`` is all of it, ``uint8`` of shape ``(nbytes,)`` on the CPU."""
 
     @normal_tensors()
-    def __init__(self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = (), file: int | None = None
+    ) -> None:
         """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``, or raise a RuntimeError.
 
         ``breaks`` are page-aligned offsets, ascending, that no tensor and no copy will cross: the pieces between them
-        are touched and locked in parallel, and the driver refuses a copy across two.
+        are touched and locked in parallel, and the driver refuses a copy across two. ``file``: the descriptor of a file
+        in memory with as many bytes, which become the region as they are, and outlive the process.
         """
         if sys.platform != "linux":
             raise RuntimeError(f"fsdp_offload runs on Linux, whose mmap.MADV_DONTFORK it needs, not on {sys.platform}.")
@@ -95,7 +98,10 @@ class Region:
             self._owner: object = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
             self.bytes: Tensor = self._owner
             return
-        mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if file is None:
+            mapping = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            mapping = _Mapping(file, nbytes, flags=mmap.MAP_SHARED)
         # A forked child (a DataLoader worker) must neither inherit these pages nor copy them when we write.
         mapping.madvise(mmap.MADV_DONTFORK)
         with suppress(OSError):  # a kernel may have no huge pages
@@ -104,7 +110,7 @@ class Region:
         pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise([0, *breaks, nbytes])]
         locked: dict[int, int] = {}
         mapping.before_unmap = partial(_unregister, locked, device)
-        _touch_and_lock(pieces, partial(_register, device) if self.pinned else None, locked)
+        _touch_and_lock(pieces, partial(_register, device) if self.pinned else None, locked, writes=file is None)
         if failed := {code for code in locked.values() if code}:
             raise RuntimeError(
                 f"cudaHostRegister refused to page-lock {nbytes} bytes of host memory (CUDA error {sorted(failed)}). "
@@ -133,11 +139,16 @@ class Region:
 
 
 def _touch_and_lock(
-    pieces: Sequence[tuple[int, int]], lock: Callable[[int, int], int] | None, errors: dict[int, int]
+    pieces: Sequence[tuple[int, int]],
+    lock: Callable[[int, int], int] | None,
+    errors: dict[int, int],
+    *,
+    writes: bool = True,
 ) -> None:
     """Write each page of ``pieces`` (address, bytes) once, then lock the piece; fill ``errors`` with codes by address.
 
-    Neither ``memset`` nor the driver needs the interpreter lock, so the threads really run at once.
+    Without ``writes``, pages exist already, and keep what they hold. Neither ``memset`` nor the driver needs the
+    interpreter lock, so the threads really run at once.
     """
 
     def lock_when_touched(address: int, nbytes: int, touches: Sequence[Future[int]]) -> None:
@@ -151,7 +162,7 @@ def _touch_and_lock(
         for address, nbytes in pieces:
             touches = [
                 pool.submit(ctypes.memset, address + start, 0, min(_TOUCH_CHUNK_BYTES, nbytes - start))
-                for start in range(0, nbytes, _TOUCH_CHUNK_BYTES)
+                for start in range(0, nbytes if writes else 0, _TOUCH_CHUNK_BYTES)
             ]
             if nbytes:
                 locks.append(pool.submit(lock_when_touched, address, nbytes, touches))

@@ -160,7 +160,7 @@ class Engine:
         core, buckets, streamed = self.core, self.plan.buckets, self.weights.items
         core.cache.release()
         for bucket in buckets:
-            bucket.state.exists = False  # until _note_made looks for state
+            bucket.state.exists = False  # until note_made looks for state
         numbers = sorted({self.plan.together.get(param, ELSEWHERE) for param in self.plan.shards} | {ELSEWHERE})
         fixed = {number: self.weights.fixed.setdefault(number, FixedHome()) for number in numbers}
         weights = {number: Item(f"parameters of group {number}", home=home) for number, home in fixed.items()}
@@ -182,7 +182,7 @@ class Engine:
         self.guesses.old.forget()
         self._is_taken = True
 
-    def _note_made(self, states: StateStore) -> None:
+    def note_made(self, states: StateStore) -> None:
         """Note which buckets have state by now."""
         if not self._is_taken:  # an interrupt came after the plan had changed
             self._take_plan()
@@ -247,7 +247,7 @@ class Engine:
                 "Nothing has been changed." if core.updates is None else "Put this right, and call step() again.",
             )
             updated = self._shards_with_grad(optimizer, states)
-            self._note_made(states)
+            self.note_made(states)
         except BaseException:
             guesses.roll_back()
             raise
@@ -411,7 +411,7 @@ class Engine:
             self._follow_groups(optimizer, states)
             self.add(optimizer, [param for param in self.groups.unplanned if is_trained(param)], states)
             self._follow_groups(optimizer, states)
-            self._note_made(states)
+            self.note_made(states)
 
     def _gradients_fit(self) -> bool:
         if self.device.type == "cpu":
@@ -603,7 +603,7 @@ class Engine:
         adopt((self.plan.shards[param], states.get(param)) for param in params)
         for param in params:
             self.plan.shards[param].existed = bool(states.get(param))
-        self._note_made(states)
+        self.note_made(states)
 
     @_alone
     def rebuild(self, optimizer: Optimizer, states: StateStore, as_made: Set[Tensor] = frozenset()) -> None:

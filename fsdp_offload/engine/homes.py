@@ -19,17 +19,19 @@ from ..core.items import BytesAtHome, Home, Item
 from ..core.loop import Core, Updates, WayBack
 from ..core.packing import ArenaLayout, Packed, ShardSpec, choose_host_share, join_copies, plan_buckets
 from ..cpu_update import HostUpdates
-from ..device.arena import PAGE_BYTES, Region, aligned
+from ..device.arena import PAGE_BYTES, Region, aligned, normal_tensors
 from ..device.host_limits import check_host_memory
 from ..fsdp.dtensor import has_inner_tensors, largest_local_numel, local_shard, over_local, version_of
 from ..optimizers.bucket_update import BoundRange, place_values
 from ..optimizers.kept_state import Layouts
 from ..policy import OffloadPolicy
 from ..state.layout import in_dtypes_of
-from ..state.shard import Housed, Reader, ShardHome, StateShard
+from ..state.shard import EntryOf, Housed, Reader, ShardHome, StateShard
 from ..state.store import OffloadedState, OwnCounters, StateStore, UserState
 
 logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 AnyHoused = TypeVar("AnyHoused", bound=Housed)
 TakeRegion = Callable[[int, Sequence[int]], Region]
@@ -52,7 +54,7 @@ class Arena(Generic[AnyHoused]):
     ) -> None:
         """Give each of ``shards`` a home, and the first ones spare homes of at most ``spare_bytes`` in all."""
         self.moves = moves
-        self.shards, self.breaks, self._layout = shards, frozenset(layout.breaks), layout
+        self.shards, self.breaks, self.layout = shards, frozenset(layout.breaks), layout
         self._with_spare = layout.count_within(spare_bytes)
         nbytes = layout.nbytes, layout.end_of(self._with_spare)
         self.begins = [0, 0]
@@ -62,7 +64,7 @@ class Arena(Generic[AnyHoused]):
 
     def _settle(self, region: Region, begin: int, first: int, last: int) -> None:
         made: list[Tensor] = []
-        for shard, offsets in zip(self.shards[first:last], self._layout.offsets[first:last], strict=True):
+        for shard, offsets in zip(self.shards[first:last], self.layout.offsets[first:last], strict=True):
             leaves = zip(offsets, shard.leaf_layouts, strict=True)
             made[:] = [region.range(at - begin, one.nbytes, one.dtype, one.shape, one.stride) for at, one in leaves]
             shard.all_homes.append(shard.home_over(made))
@@ -76,13 +78,29 @@ class Arena(Generic[AnyHoused]):
 
     def _first_without_spare(self) -> int:
         """Return the offset of the page on which the first home without a spare home begins."""
-        return self._layout.end_of(self._with_spare) // PAGE_BYTES * PAGE_BYTES  # breaks have to stay page-aligned
+        return self.layout.end_of(self._with_spare) // PAGE_BYTES * PAGE_BYTES  # breaks have to stay page-aligned
 
     @property
     def missing_bytes(self) -> int:
         """Return the bytes of host memory that :meth:`take_spare` would take."""
         has_all = len(self.regions) > 2 or self._with_spare == len(self.shards)
         return 0 if has_all else self.regions[0].nbytes - self._first_without_spare()
+
+    @normal_tensors()
+    def move_to(self, region: Region, entry_of: EntryOf, *, copies: bool) -> None:
+        """Move all homes to ``region``, without spare ones; without ``copies``, it holds them already.
+
+        Call only while nothing is in flight, and no one reads the homes.
+        """
+        left = [shard.home for shard in self.shards]
+        self.regions, self.begins, self._with_spare = [region, Region(0, device=_CPU, pin=False)], [0, 0], 0
+        for shard in self.shards:
+            shard.all_homes, shard.which = [], 0
+        self._settle(region, 0, 0, len(self.shards))
+        for shard, old in zip(self.shards, left, strict=True):
+            for target, source in zip(shard.home.all_leaves(), old.all_leaves(), strict=True) if copies else ():
+                target.copy_(source)
+            shard.moved(old, entry_of)
 
     def take_spare(self, take: TakeRegion) -> None:
         """Give spare homes to the shards without one. Call only while nothing is in flight.
@@ -92,7 +110,7 @@ class Arena(Generic[AnyHoused]):
         """
         begin = self._first_without_spare()
         if self.missing_bytes:
-            region = take(self.missing_bytes, [at - begin for at in self._layout.breaks if at > begin])
+            region = take(self.missing_bytes, [at - begin for at in self.layout.breaks if at > begin])
             self.regions.append(region)
             self.begins.append(begin)
             self._settle(region, begin, self._with_spare, len(self.shards))
@@ -118,8 +136,10 @@ class ArenaHome(Home, Generic[AnyHoused]):
         """Return those of ``shards`` that updates may change."""
         return self.shards
 
-    def follow(self) -> None:
-        """Set ``bytes`` to the shards' homes as they are now."""
+    def follow(self, *, anew: bool = False) -> None:
+        """Set ``bytes`` to the shards' homes as they are now; ``anew``: the arena has other memory."""
+        if anew:
+            self._known.clear()
         self.bytes = self.bytes_of(self.shards, ())
 
     def turn(self) -> BytesAtHome | None:
@@ -134,9 +154,11 @@ class ArenaHome(Home, Generic[AnyHoused]):
 
     def wait_unread(self) -> None:
         if self._lending.readers:
-            moving = self._lending.moving
+            moving, stepping = self._lending.moving, self._lending.step is not None
             for one in self.changing():
-                one.all_homes[one.which ^ (one in moving)].wait_unread()
+                # In a step, one with a spare home that does not turn has no gradient: a store writes what is there.
+                if one in moving or one.spare is None or not stepping:
+                    one.all_homes[one.which ^ (one in moving)].wait_unread()
 
     def bytes_of(self, shards: Iterable[AnyHoused], moving: Container[Housed]) -> BytesAtHome:
         """Return the newest bytes of some of its ``shards``, and the offset of each in a place."""
@@ -304,24 +326,24 @@ class Plan:
                 shard.buckets.append(number)
 
     @property
-    def _all_arenas(self) -> list[Arena[Any]]:
+    def all_arenas(self) -> list[Arena[Any]]:
         return [*self.arenas, *([] if self.of_parameters is None else [self.of_parameters])]
 
     def housed(self) -> Iterator[Housed]:
         """Yield all state shards, and all parameters whose home is on the host."""
-        return (shard for arena in self._all_arenas for shard in arena.shards)
+        return (shard for arena in self.all_arenas for shard in arena.shards)
 
     @property
     def regions(self) -> list[Region]:
-        homes = [region for arena in self._all_arenas for region in arena.regions]
+        homes = [region for arena in self.all_arenas for region in arena.regions]
         return [region for region in (*homes, *self.others) if region.nbytes]
 
     @property
     def spare_bytes(self) -> int:
-        return sum(region.nbytes for arena in self._all_arenas for region in arena.regions[1:])
+        return sum(region.nbytes for arena in self.all_arenas for region in arena.regions[1:])
 
     def missing_spare_bytes(self) -> int:
-        return sum(arena.missing_bytes for arena in self._all_arenas if arena.moves)
+        return sum(arena.missing_bytes for arena in self.all_arenas if arena.moves)
 
     def take_spare_homes(self) -> None:
         """Give spare homes to all moving shards without one. Call only while nothing is in flight.
@@ -329,7 +351,7 @@ class Plan:
         Raises:
             RuntimeError: the driver refuses to lock the memory.
         """
-        for arena in self._all_arenas:
+        for arena in self.all_arenas:
             if arena.moves:
                 arena.take_spare(self.region)
 
@@ -508,7 +530,7 @@ class Lending:
         """Protect ``homes``, which hold the newest bytes, from writes until ``reader`` has finished (R4)."""
         homes = list(homes)
         for home in homes:
-            home.readers.append(reader)
+            home.readers = [*(one for one in home.readers if one.is_reading()), reader]
         self.readers = [*(one for one in self.readers if one.is_reading()), reader]
         before = versions_of(homes)
 

@@ -134,6 +134,8 @@ class ModelHooks:
         optimizer, engine = self._optimizer(), self._engine
         if optimizer is not None and not engine.core.reductions.counts:
             engine.expect_gradients(optimizer, states_of(optimizer).unwaited)
+        for one in engine.contents.listeners:
+            one.before_reduction()
         step = engine.core.updates
         if step is not None and (step.is_seen or engine.core.has_updated(number)):
             if engine.guesses.made:

@@ -40,15 +40,27 @@ class Heard(Protocol):
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
         """Call ``run``, which updates ``ranges`` on the current stream; their parameters are on the device."""
 
+    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+        """Handle that the update of ``buckets``, which ends at ``mark``, has been issued."""
+
     def committed(self, updated: Sequence[Mark]) -> None:
         """Handle the end of the step, whose updates have run once the marks ``updated`` have passed."""
 
 
 class Listener(Protocol):
-    """Hears of the steps of one optimizer."""
+    """Hears of the steps of one optimizer.
+
+    Attributes:
+        stores_kept: kept items are stored right after each update, too.
+    """
+
+    stores_kept: bool
 
     def begin(self) -> Heard:
         """Begin a step; return the object that hears of it."""
+
+    def before_reduction(self) -> None:
+        """Handle that a group's gradients are about to be reduced, which no rank does before all have come here."""
 
 
 @dataclass(eq=False)
@@ -103,6 +115,7 @@ class Step(Turning):
             contents.host.begin(optimizer, plan.host_shards())
         self.without_state = [param for param in plan.shards if not states.get(param)]
         self.used: dict[int, set[StateShard]] = {}
+        self.stores_kept = any(one.stores_kept for one in contents.listeners)
         self.heard = [one.begin() for one in contents.listeners]
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
@@ -178,6 +191,10 @@ class Step(Turning):
         bucket.state.home.wait_unread()  # R4: a save may still be reading a home that has no spare one
         ranges = [one for one, _ in self._to_update(bucket)]
         return host.update(bucket.number, ranges, self.states, moving, after)
+
+    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+        for heard in self.heard:
+            heard.updated(buckets, mark)
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind the tensors of an update now: the user may exchange them before it runs."""

@@ -43,8 +43,7 @@ class Part(Housed):
     def home_over(self, leaves: Sequence[Tensor]) -> ShardHome:
         return ShardHome({}, {}, leaves[0])
 
-    def move(self, _: EntryOf) -> None:
-        self.which = 1 - self.which
+    def moved(self, old: ShardHome, entry_of: EntryOf) -> None:
         self.live_at_home()
 
     def live_at_home(self) -> None:
@@ -60,6 +59,9 @@ class GroupHome(ArenaHome[Part]):
         super().__init__(packed, arena, lending)
         self._trained = trained
         self._params = [part.sharded.param for part in self.shards]
+
+    def follow(self, *, anew: bool = False) -> None:
+        super().follow(anew=anew)
         self._own = {part: holders_of(local) for part in self.shards if (local := part.local).numel()}
 
     def changing(self) -> Sequence[Part]:

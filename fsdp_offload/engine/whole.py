@@ -53,7 +53,7 @@ class WholeEngine(Engine):
             self._follow_groups(optimizer, states)
             self.add(optimizer, [param for param in self.groups.unplanned if states.get(param)], states)
             self._adopt_fitting(optimizer, states)
-            self._note_made(states)
+            self.note_made(states)
             self.core.updates = visit = _Visit(self, optimizer, states)
         error: BaseException | None = None
         try:

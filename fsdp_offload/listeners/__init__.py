@@ -1,6 +1,17 @@
-"""Weights for an inference engine while training runs: those that each step has changed, or all of them from homes."""
+"""Weights for an engine while training runs, the changed ones or all of them; steps that outlive a killed process."""
 
 from .deltas import WeightDelta, WeightDeltas, weight_deltas
+from .folder import newest_commit
 from .homes import weights
+from .recovery import Recoverable, recover, recoverable
 
-__all__ = ["WeightDelta", "WeightDeltas", "weight_deltas", "weights"]
+__all__ = [
+    "Recoverable",
+    "WeightDelta",
+    "WeightDeltas",
+    "newest_commit",
+    "recover",
+    "recoverable",
+    "weight_deltas",
+    "weights",
+]

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ..api.wrapped import IF_NOT, attachment_of, optimizers_in
 from ..checkpoint.chunks import chunks_of, flat_index
+from ..core.buckets import Bucket
 from ..device.lanes import Mark
 from ..engine.engine import Engine
 from ..engine.homes import home_of
@@ -113,6 +114,9 @@ class _Step:
             with unseen():
                 self._compare(*batches.pop(0))
 
+    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+        """Do nothing: the update itself has compared."""
+
     def _compare(self, batch: Batch, both: Tensor) -> None:
         batch.copy(both[1])
         found = [differing(both[0], both[1]), sums(both.flatten(0, 1), 2 * batch.numels)]
@@ -151,6 +155,8 @@ class _Shard:
 class _Recorder:
     """The listener: what has changed and has not been handed out. It has no reference to the optimizer."""
 
+    stores_kept = False
+
     def __init__(self, dtypes: dict[Tensor, torch.dtype], pins: bool) -> None:
         self._dtypes, self.pins = dtypes, pins
         self.shards: dict[Tensor, _Shard] = {}
@@ -159,6 +165,9 @@ class _Recorder:
 
     def begin(self) -> _Step:
         return _Step(self)
+
+    def before_reduction(self) -> None:
+        """Do nothing: what has changed is compared in each update."""
 
     def cut(self, param: Tensor, start: int, flat: Tensor) -> list[Piece]:
         """Cut ``flat``, elements of a shard from ``start`` on, into pieces."""

@@ -79,7 +79,7 @@ class ShardHome:
     def wait_unread(self) -> None:
         for reader in self.readers:
             reader.wait()
-        self.readers = []
+        self.readers = [reader for reader in self.readers if reader.is_reading()]
 
 
 @dataclass(eq=False)
@@ -107,8 +107,13 @@ class Housed(ABC):
         """Return a home over ``leaves``, one for each leaf layout."""
 
     @abstractmethod
+    def moved(self, old: ShardHome, entry_of: EntryOf) -> None:
+        """Have others see ``home`` in place of ``old``. ``entry_of`` returns the entry of optimizer.state."""
+
     def move(self, entry_of: EntryOf) -> None:
-        """Make the spare home the home, without a copy. ``entry_of`` returns the entry of optimizer.state."""
+        """Make the spare home the home, without a copy."""
+        old, self.which = self.home, 1 - self.which
+        self.moved(old, entry_of)
 
 
 @dataclass(eq=False)
@@ -158,10 +163,9 @@ class StateShard(Housed):
         by_name = {name: [next(remaining) for _ in value.leaves] for name, value in self.layout.values.items()}
         return ShardHome(by_name, {name: self._value_over(name, of_value) for name, of_value in by_name.items()})
 
-    def move(self, entry_of: EntryOf) -> None:
-        state, old = entry_of(self.param), self.homes
-        self.which = 1 - self.which
-        state |= {name: home for name, home in self.homes.items() if state.get(name) is old[name]}
+    def moved(self, old: ShardHome, entry_of: EntryOf) -> None:
+        state = entry_of(self.param)
+        state |= {name: home for name, home in self.homes.items() if state.get(name) is old.values[name]}
 
     def handed_out(self, name: str) -> Tensor:
         """Return another tensor over the home of ``name``, with its own reference count; writes count for both."""

@@ -41,6 +41,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "demo_resume": ("--steps", "4", "--layers", "2"),
     "megatron_slices": ("--ranks", "2", "--resume-ranks", "1"),
     "megatron_style_loop": ("--compare", "--steps", "3", "--width", "32", "--layers", "2"),
+    "recover_after_kill": ("--steps", "4", "--width", "16"),
     "resume_other_world_size": ("--ranks", "2", "--resume-ranks", "1"),
     "rl_sleep": ("--width", "32", "--layers", "2"),
     "send_deltas": ("--steps", "3", "--width", "32", "--layers", "2"),

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "model", "core", "engine"},
     "checkpoint": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "engine", "api"},
     "listeners": {
-        *("policy", "fsdp", "device", "state", "optimizers", "model", "engine", "api", "checkpoint"),
+        *("policy", "fsdp", "device", "core", "state", "optimizers", "model", "engine", "api", "checkpoint"),
     },
     "plan": {"lazy", "policy", "device", "core"},
     "integrations": {"policy", "state", "api", "checkpoint"},

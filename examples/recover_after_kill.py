@@ -1,0 +1,106 @@
+"""Kill a training process, and go on from its last step in another: nothing is saved, nothing is lost.
+
+    python examples/recover_after_kill.py
+
+Homes lie in files in memory, which outlive the process. A process trains and is killed (SIGKILL) in the middle of a
+step; the next one runs the same lines. Exit code 0 means that it ended with the weights of a run in peace, bit for bit.
+Runs on a GPU, or on the CPU with gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload.listeners import newest_commit, recover, recoverable
+
+
+def train(folder: str, steps: int, width: int) -> None:
+    """Train to the end, from the last commit if there is one; print each step, and what the weights hash to."""
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "29537", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")  # that nothing is gained on a CPU
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1)) for _ in range(4)]
+    model = nn.Sequential(*layers).to(device)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
+    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(overlap="iteration"))
+
+    first = 0
+    if newest_commit(folder) is None:
+        run = recoverable(optimizer, folder)
+    else:
+        run = recover(optimizer, folder)
+        first = run.extra["step"] + 1
+        scheduler.load_state_dict(run.extra["scheduler"])
+        torch.set_rng_state(run.extra["random"])
+        print(f"recovered: goes on with step {first}", flush=True)
+    for step in range(first, steps):
+        batch = torch.randn(8, width, generator=torch.Generator().manual_seed(step)).to(device)
+        model(batch).square().mean().backward()
+        print(f"step {step}", flush=True)  # the parent kills this process from here on
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        run.commit({"step": step, "scheduler": scheduler.state_dict(), "random": torch.get_rng_state()})
+
+    whole = [tensor.full_tensor().cpu() for tensor in model.state_dict().values()]
+    print("weights", hashlib.sha256(b"".join(one.numpy().tobytes() for one in whole)).hexdigest())
+    run.close()
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train in peace, and killed; returns 0 if both have the same weights in the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--folder", default=None, help="in memory; default: a new one in /dev/shm")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.child:
+        train(args.folder, args.steps, args.width)
+        return 0
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        folder = args.folder or memory
+        sizes = ["--folder", folder, "--steps", str(args.steps), "--width", str(args.width)]
+        command = [sys.executable, __file__, "--child", *sizes]
+        peace = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="")
+            if line.startswith(f"step {args.steps // 2}"):
+                child.send_signal(signal.SIGKILL)
+                break
+        print(f"killed, exit code {child.wait()}; newest commit: {newest_commit(folder)}")
+        again = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        print(again, end="")
+    is_same = peace.splitlines()[-1] == again.splitlines()[-1]
+    print("the same weights as in peace" if is_same else "OTHER WEIGHTS THAN IN PEACE")
+    return 0 if is_same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

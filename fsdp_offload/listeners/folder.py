@@ -1,0 +1,172 @@
+"""A folder in a tmpfs with what one rank needs to be recovered: its homes, their layout, and records of commits.
+
+::
+
+    folder/rank-00000/layout.json              names, shapes, offsets and versions that must be the same again
+                      state-1-0, state-1-1     homes of an arena, and their spare homes
+                      commit-00000041          which of the two hold commit 41, and all that is small
+                      lock                     held by the process that trains
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_held: set[Path] = set()
+"""Folders that this process has locked: a second lock of the same process would be granted."""
+
+
+def newest_commit(folder: str | os.PathLike[str]) -> int | None:
+    """Return the number of the newest commit that all ranks of this host have in ``folder``; ``None`` without one.
+
+    With ranks on several hosts, whose folders are their own, :func:`recover` wants the smallest number of all hosts.
+    """
+    ranks = [RankFolder(path) for path in Path(folder).glob("rank-*")]
+    layouts = [one.layout() for one in ranks]
+    if not ranks or any(layout is None or layout["ranks_here"] != len(ranks) for layout in layouts):
+        return None
+    common = set.intersection(*(set(one.commits()) for one in ranks))
+    return max(common, default=None)
+
+
+class RankFolder:
+    """The part of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def layout(self) -> dict[str, Any] | None:
+        """Read the layout; ``None`` if there is none, or it was not written to its end."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / "layout.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return found
+
+    def commits(self) -> list[int]:
+        """List the numbers of commits that were written to their end."""
+        return sorted(int(path.name.removeprefix("commit-")) for path in self.path.glob("commit-" + 8 * "[0-9]"))
+
+    # For the process that trains --------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Make the folder if there is none, and hold it until this process ends.
+
+        Raises:
+            ValueError: it does not lie in memory.
+            RuntimeError: another process, or another optimizer of this one, holds it; or another user owns it.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        where = self.path.resolve()
+        if (kind := _file_system_of(where)) not in _IN_MEMORY:
+            raise ValueError(
+                f"{self.path} is on {kind}, and homes have to lie in memory. Give a folder of a tmpfs, such as one in "
+                "/dev/shm."
+            )
+        if self.path.stat().st_uid != os.geteuid():
+            raise RuntimeError(f"{self.path} belongs to another user, whose files are not read. Give another folder.")
+        # Not flock: a child of fork, such as a DataLoader's worker, would hold it after this process was killed.
+        lock = None
+        try:
+            if where in _held:
+                raise BlockingIOError
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if lock is not None:
+                os.close(lock)
+            raise RuntimeError(
+                f"{self.path} is in use: another run trains in it, or another optimizer. Give each run and each "
+                "optimizer a folder of its own."
+            ) from None
+        self._lock = lock
+        _held.add(where)
+
+    def leave(self, *, deletes: bool) -> None:
+        """Let go of the folder, and delete all in it if it ``deletes``; homes that are mapped stay until they go."""
+        if self._lock is not None:
+            if deletes:
+                self.clear()
+                shutil.rmtree(self.path, ignore_errors=True)
+            _held.discard(self.path.resolve())
+            os.close(self._lock)
+            self._lock = None
+
+    def clear(self) -> None:
+        """Delete all but the lock; commits first, so that none is left without its homes."""
+        self.prune()
+        for path in self.path.iterdir():
+            if path.name != "lock":
+                path.unlink()
+
+    def write_layout(self, layout: Mapping[str, Any]) -> None:
+        """Write ``layout``, after which commits may follow."""
+        with self._writing("layout.json") as path:
+            path.write_text(json.dumps(layout))
+
+    def write(self, number: int, record: object) -> None:
+        """Write a commit: all of it is there, or nothing."""
+        with self._writing(f"commit-{number:08d}") as path:
+            torch.save(record, path)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        path = self.path / f"new-{name}"
+        yield path
+        path.rename(self.path / name)
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Read the record of a commit, which this user has written."""
+        found: dict[str, Any] = torch.load(self.path / f"commit-{number:08d}", weights_only=False)
+        return found
+
+    def prune(self, keep: int | None = None) -> None:
+        """Delete all commits but ``keep``."""
+        for number in self.commits():
+            if number != keep:
+                (self.path / f"commit-{number:08d}").unlink()
+
+    @contextmanager
+    def file(self, name: str, nbytes: int, *, makes: bool) -> Iterator[int]:
+        """Open a file of ``nbytes`` for the block; make it first, all zeros, if it ``makes`` it.
+
+        Raises:
+            FileNotFoundError: it does not make it, and there is none.
+            MemoryError: there is no room for it.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if makes else 0)
+        descriptor = os.open(self.path / name, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # now, and not by a SIGBUS in an update
+            yield descriptor
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            free_bytes = free_bytes_at(self.path)
+            raise MemoryError(f"{self.path}: no room for {nbytes} bytes more, {free_bytes} are free.") from None
+        finally:
+            os.close(descriptor)
+
+
+def free_bytes_at(path: Path) -> int:
+    """Return the bytes that may be written into the file system of ``path``, or of its nearest parent that exists."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    found = os.statvfs(there)
+    return found.f_bavail * found.f_frsize
+
+
+def _file_system_of(path: Path) -> str:
+    """Return the type of the file system on which ``path`` lies."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    below = [(where, kind) for where, kind in mounts if path.is_relative_to(where.replace("\\040", " "))]
+    return max(below, key=lambda one: len(one[0]), default=("", "an unknown file system"))[1]

@@ -1,0 +1,604 @@
+"""Every step a checkpoint: homes lie in files in memory, which outlive a killed process, and a record says which hold.
+
+::
+
+    commit 41 ─▶ its homes count as read (R4): updates of the next step go to the spare homes
+        └─▶ its stores have ended ─▶ record 41 is written ─▶ the homes of commit 40 are free, once all ranks are here:
+                                                             none reduces a gradient of the next step before
+
+So each rank has the homes of the newest commit that all ranks have, wherever each of them is killed.
+"""
+
+import logging
+import os
+import pickle
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..api.wrapped import IF_NOT, Attachment, attachment_of, optimizers_in
+from ..core.buckets import Bucket
+from ..core.loop import Core
+from ..core.packing import place_homes
+from ..device.arena import Region
+from ..device.host_limits import check_host_memory
+from ..device.lanes import Mark
+from ..engine.engine import Engine, states_of
+from ..engine.homes import ArenaHome, home_of, versions_of
+from ..fsdp.dtensor import canonical_fqn, has_inner_tensors, is_dtensor, local_shard, placements_of, version_of
+from ..fsdp.fully_shard import parameters_of
+from ..optimizers.bucket_update import BoundRange
+from ..policy import listed, tells
+from ..state.layout import params_of
+from ..state.shard import ShardHome
+from .folder import RankFolder, free_bytes_at, newest_commit
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+"""Version of what the files hold, and where."""
+
+
+class _AtHome:
+    """Stands in a record for a state tensor that lies in its home."""
+
+
+class _OnDevice:
+    """Stands in a record for a tensor that is on the device; ``value`` is a copy on the host."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Commit:
+    """One commit: a :class:`~fsdp_offload.state.shard.Reader` of its homes, until a later one has been written."""
+
+    def __init__(self, number: int, record: dict[str, Any], give_up: Callable[[], None]) -> None:
+        self.number, self.record, self._give_up = number, record, give_up
+        self.is_over = False
+        self.written: Future[None] = Future()
+
+    def is_reading(self) -> bool:
+        return not self.is_over
+
+    def when_over(self, look: Callable[[], object]) -> None:
+        """Do nothing: :meth:`Recoverable.before_reduction` looks for writes of others."""
+
+    def wait(self) -> None:
+        """Give the homes up: a load, or other code, is about to write them between two steps."""
+        if not self.is_over:
+            self._give_up()
+
+
+class _Step:
+    """Stores the parameters that stay on the device, right after each update."""
+
+    def __init__(self, keeper: "Recoverable") -> None:
+        self._keeper = keeper
+        self._versions: dict[Tensor, object] = {}
+
+    def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
+        run()
+
+    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+        homes = [home_of(bucket) for bucket in buckets]
+        found = [
+            (shard.param, one) for home in homes for shard, one in zip(home.shards, home.packed.ranges, strict=True)
+        ]
+        self._keeper.store_parameters([(param, one.start, one.stop) for param, one in found], mark)
+        self._versions.update((param, version_of(param)) for param, _ in found)
+
+    def committed(self, updated: Sequence[Mark]) -> None:
+        self._keeper.stored.update(self._versions)
+
+
+class Recoverable:
+    """Commits steps of one optimizer to a folder; see :func:`recoverable`.
+
+    Attributes:
+        commits: number of the last commit, counted over all processes that have trained in the folder.
+        extra: what that commit was given, in a process that has recovered it; else ``None``.
+        stored: by parameter that stays on the device, its version when the files of the next commit got it.
+    """
+
+    stores_kept = True
+
+    def __init__(self, optimizer: Optimizer, attachment: Attachment, folder: RankFolder) -> None:
+        engine = attachment.engine
+        self._optimizer, self._engine, self._model = weakref.ref(optimizer), weakref.ref(engine), attachment.model
+        self.folder, self._core = folder, weakref.ref(engine.core)
+        self.commits, self.extra = 0, None
+        self.stored: dict[Tensor, object] = {}
+        self._writer = ThreadPoolExecutor(1, "fsdp_offload commits")
+        self._pending: _Commit | None = None
+        self._newest: _Commit | None = None
+        self._homes: list[ShardHome] = []
+        self._seen: list[object] | None = None  # their versions at the last commit, until the next step begins
+        self._which, self._steps, self._before = 1, engine.core.steps, 0
+        self.arenas = [one for one in engine.plan.all_arenas if one.regions[0].nbytes]
+        self._on_device = [one for one in params_of(optimizer) if one not in engine.weights.parts]
+        self._places = place_homes([local_shard(one).nbytes] for one in self._on_device)
+        self._offsets = {param: at for param, (at,) in zip(self._on_device, self._places.offsets, strict=True)}
+        self._files: list[Region] = []
+        self._leave = weakref.finalize(self, folder.leave, deletes=False)
+        self._leave.atexit = False
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the bytes of all files of this rank."""
+        return 2 * (self._places.nbytes + sum(one.regions[0].nbytes for one in self.arenas))
+
+    # The memory -------------------------------------------------------------------------------------------------------
+
+    def move(self, engine: Engine, optimizer: Optimizer, *, copies: bool) -> None:
+        """Move all homes into the files; without ``copies``, the files hold them already."""
+        states = states_of(optimizer).unwaited
+
+        def region(name: str, nbytes: int, breaks: Sequence[int]) -> Region:
+            with self.folder.file(name, nbytes, makes=copies) as file:
+                pin = engine.policy.pins(engine.device.type)
+                return Region(nbytes, device=engine.device, pin=pin, breaks=breaks, file=file)
+
+        engine.settle()
+        engine.lending.wait()
+        engine.failure = f"moving its homes into {self.folder.path} did not come to its end"
+        for number, arena in enumerate(self.arenas):
+            nbytes, breaks = arena.regions[0].nbytes, arena.layout.breaks
+            arena.move_to(region(f"homes-{number}-0", nbytes, breaks), states.get, copies=copies)
+            for home in _item_homes(engine):
+                home.follow(anew=True)  # the old memory is free then
+            arena.take_spare(partial(region, f"homes-{number}-1"))
+        if self._places.nbytes:
+            both = (f"device-{number}" for number in range(2))
+            self._files = [region(name, self._places.nbytes, self._places.breaks) for name in both]
+        engine.failure = ""
+
+    def layout(self, engine: Engine, optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+        """Describe what must be the same for a recovery, as JSON has it."""
+        names = {param: canonical_fqn(model, name) for param, name in parameters_of(model).items()}
+        described: dict[str, Any] = {
+            "version": [_FORMAT, torch.__version__],
+            "rank": [_rank(), _world()],
+            "ranks_here": min(_world(), int(os.environ.get("LOCAL_WORLD_SIZE", _world()))),
+            "optimizer": f"{engine.cls.__module__}.{engine.cls.__qualname__}",
+            "groups": [[names.get(one, "") for one in group["params"]] for group in optimizer.param_groups],
+        }
+        for param, shard in engine.plan.shards.items():
+            state = {name: list(map(str, value.leaves)) for name, value in shard.layout.values.items()}
+            sizes = [list(param.shape), list(local_shard(param).shape), str(param.dtype), str(placements_of(param))]
+            described[names.get(param, shard.name)] = [*sizes, state]
+        described |= {f"homes {at}": list(map(list, one.layout.offsets)) for at, one in enumerate(self.arenas)}
+        return described | {"on the device": list(self._offsets.values())}
+
+    def _of_device(self, param: Tensor, which: int) -> Tensor:
+        """Return the bytes of a parameter that stays on the device, in one of the two files: flat, uint8."""
+        return self._files[which].bytes[self._offsets[param] :][: local_shard(param).nbytes]
+
+    def store_parameters(
+        self, ranges: Iterable[tuple[Tensor, int, int]], written: Mark, which: int | None = None
+    ) -> None:
+        """Copy elements ``[start, stop)`` of parameters on the device to a file; ``None``: that of the next commit."""
+        core, copies = self._core(), []
+        assert core is not None, "its engine has called this"
+        which = 1 - self._which if which is None else which
+        for param, start, stop in ranges:
+            if param in self._offsets and stop > start:
+                local = local_shard(param).detach()
+                target = self._of_device(param, which)[start * local.itemsize : stop * local.itemsize]
+                copies.append((target, local.reshape(-1)[start:stop].view(torch.uint8)))
+        if copies:
+            store = core.lanes.store
+            store.wait(written)  # R3: the update, or other code, may still be writing the parameters
+            store.copy(copies)
+            mark = store.mark()
+            for item in core.weights.values():
+                item.used["store"] = mark  # R1: the next update writes the parameters that this store reads
+
+    def start(self, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
+        """Begin anew in the folder."""
+        self.folder.clear()
+        layout = self.layout(engine, optimizer, model)
+        self.move(engine, optimizer, copies=True)
+        self.folder.write_layout(layout)
+        engine.contents.listeners.append(self)
+
+    # Commits ----------------------------------------------------------------------------------------------------------
+
+    def commit(self, extra: object = None) -> None:
+        """Make the last step the one that a recovery finds, once its stores have ended; do not wait for them.
+
+        Call it between ``step()`` and the next backward, behind all that belongs to the step: the scheduler, a write to
+        weights or state. After a later write, call it again before the backward. A step may stay without a commit.
+
+        Args:
+            extra: what the loop needs to go on: states of schedulers and of the data, random states. It is pickled.
+
+        Raises:
+            RuntimeError: the backward has updated and ``step()`` was not called; an exception has left weights half
+                updated; parameters are asleep; the optimizer is not offloaded any more, or has got other homes; another
+                thread than the training's calls it.
+        """
+        engine, optimizer, core = self._still("commit()")
+        if core.is_foreign:
+            raise RuntimeError("commit() has to be called in the thread that trains.")
+        engine.check_whole("commit()")
+        if core.updates is not None:
+            raise RuntimeError("commit() between a backward and step(): call it behind step().")
+        if not self.commits and core.steps == self._steps:
+            raise RuntimeError("commit() before the first step: there is nothing to go on from.")
+        asleep = [
+            one for one in self._on_device if (it := local_shard(one)).numel() and not it.untyped_storage().nbytes()
+        ]
+        if asleep:
+            raise RuntimeError(f"commit(): {engine.names.get(asleep[0])} is asleep. Call reload_model(model) first.")
+        pickled, is_later = pickle.dumps(extra), core.steps > self._steps
+        self._wait_written()
+        which = 1 - self._which if is_later else self._which
+        if not is_later and self._seen != self._versions():
+            self.folder.prune(self._before)  # these homes, and this file, are not what they were at the last commit
+        core.cache.flush()
+        missing = [one for one in self._on_device if self.stored.get(one) != version_of(one)]
+        self.store_parameters([(one, 0, local_shard(one).numel()) for one in missing], core.lanes.compute.mark(), which)
+        model = None if self._model is None else self._model()
+        buffers = {} if model is None else {name: one.clone() for name, one in _saved_buffers(model)}
+        groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
+        plan, states, state = engine.plan, states_of(optimizer).unwaited, []
+        for param, shard in plan.shards.items():
+            entry, homes = states.get(param), shard.homes
+            state.append({name: _AtHome() if value is homes.get(name) else value for name, value in entry.items()})
+        record = _snapshot({"groups": groups, "state": state, "buffers": buffers}, core)
+        record |= {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
+        made = _Commit(self.commits + 1, record, self._give_up)
+        self._homes = [one.home for one in plan.housed()]
+        engine.lending.lend(made, self._homes)
+        self._seen, self.stored = self._versions(), {}
+        made.written = self._writer.submit(self._write, made, core.lanes.store.mark())
+        self._pending, self.commits, self._which, self._steps = made, made.number, which, core.steps
+
+    def go_on(self, number: int, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
+        """Make what commit ``number`` has what the optimizer and the model have, and go on from it."""
+        record = self.folder.read(number)
+        self.move(engine, optimizer, copies=False)
+        engine.failure = f"the recovery from {self.folder.path} did not come to its end"
+        states, buffers = states_of(optimizer).unwaited, dict(_saved_buffers(model))
+
+        def back(tree: Any) -> Any:
+            return tree_map_only(_OnDevice, lambda one: one.value.to(engine.device), tree)
+
+        for one, which in zip(list(engine.plan.housed()), record["homes"], strict=True):
+            if which != one.which:
+                one.move(states.get)
+        for home in _item_homes(engine):
+            home.follow()
+        with torch.no_grad():
+            for (param, shard), entry in zip(engine.plan.shards.items(), record["state"], strict=True):
+                if entry:
+                    homes = {name: shard.homes[name] for name, value in entry.items() if isinstance(value, _AtHome)}
+                    states.of(param).update(back(entry) | homes)
+            for group, its in zip(optimizer.param_groups, record["groups"], strict=True):
+                group.update(back(its))
+            for param in self._on_device:
+                local = local_shard(param)
+                saved = self._of_device(param, record["device"]).view(param.dtype)
+                local.copy_(saved.view(local.shape))
+            for name, value in back(record["buffers"]).items():
+                buffers[name].copy_(value)
+        for param, shard in engine.plan.shards.items():
+            shard.existed = bool(states.get(param))
+        engine.note_made(states)
+        self.commits, self.extra, self._which = number, pickle.loads(record["extra"]), record["device"]
+        self.folder.prune(number)  # a newer one, which other ranks have not
+        self._newest, self._before = _Commit(number, {}, self._give_up), number
+        engine.lending.lend(self._newest, [one.home for one in engine.plan.housed()])
+        engine.failure = ""
+
+    def _write(self, made: _Commit, stored: Mark) -> None:
+        stored.synchronize()  # R2, on the host
+        self.folder.write(made.number, made.record)
+        made.record = {}
+
+    def _wait_written(self) -> None:
+        """Block the host until the record of the last commit is written; the homes of the one before are free then.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        made, self._pending = self._pending, None
+        if made is None:
+            return
+        try:
+            made.written.result()
+        except BaseException:
+            made.is_over = True
+            raise
+        if self._newest is not None:
+            self._newest.is_over = True
+        self._newest = made
+
+    def before_reduction(self) -> None:
+        """Wait for the last commit: a reduced gradient tells the other ranks that this rank has it."""
+        self._wait_written()
+        if self._seen is not None:
+            if self._seen != self._versions():
+                raise RuntimeError(
+                    "weights or optimizer state were written between commit() and the backward, so that a recovery "
+                    "would find some of the old values and some of the new ones. Write them before commit(), or call "
+                    "commit() again behind the write."
+                )
+            self._seen = None
+
+    def begin(self) -> _Step:
+        """Begin a step, which may write the homes of all commits but the newest one."""
+        self.before_reduction()
+        core = self._core()
+        if _world() > 1 and core is not None and not core.reductions.counts:
+            raise RuntimeError(
+                "a step without a backward since the last one: other ranks may not have come to the last commit yet. "
+                "Give recoverable() an optimizer whose every step follows a backward."
+            )
+        if self._newest is not None:
+            self._before = self._newest.number
+            self.folder.prune(self._before)
+        return _Step(self)
+
+    def _give_up(self) -> None:
+        """Delete all commits: their homes are about to be written between two steps."""
+        self._wait_written()
+        if self._newest is not None:
+            logger.warning(
+                "%s: homes are written by a load, or by the loop. Nothing can be recovered until the next commit().",
+                self.folder.path,
+            )
+            self.folder.prune()
+            self._newest.is_over = True
+            self._newest = self._seen = None
+
+    def _versions(self) -> list[object]:
+        return [*versions_of(self._homes), *(version_of(one) for one in self._on_device)]
+
+    def _still(self, what: str) -> tuple[Engine, Optimizer, Core]:
+        """Return the engine, the optimizer and the core, whose homes are still those in the files."""
+        engine, optimizer = self._engine(), self._optimizer()
+        attachment = attachment_of(optimizer)
+        if engine is None or optimizer is None or attachment is None or attachment.engine is not engine:
+            raise RuntimeError(f"{what}: its optimizer is not offloaded any more. Call recoverable() again.")
+        arenas = [one for one in engine.plan.all_arenas if one.regions[0].nbytes]
+        if self not in engine.contents.listeners or arenas != self.arenas:
+            raise RuntimeError(
+                f"{what}: close() was called, or the optimizer has got state for other parameters or options since. "
+                "Call close(), and recoverable() again."
+            )
+        return engine, optimizer, engine.core
+
+    def close(self, *, deletes: bool = True) -> None:
+        """Stop, and delete what was committed (``deletes``). Homes stay where they are, in files without a name.
+
+        Call it when all ranks have made their last commit. Files in memory take memory until they are deleted.
+        """
+        self._wait_written()
+        if self._newest is not None:
+            self._newest.is_over = True
+        if (engine := self._engine()) is not None and self in engine.contents.listeners:
+            engine.contents.listeners.remove(self)
+        self._leave.detach()
+        self.folder.leave(deletes=deletes)
+
+
+def _item_homes(engine: Engine) -> list[ArenaHome[Any]]:
+    state = [home_of(bucket) for bucket in engine.plan.buckets]
+    return [*state, *(item.home for item in engine.weights.items.values() if isinstance(item.home, ArenaHome))]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _saved_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Iterate over names and local tensors of the buffers that a state dict of ``model`` has."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", local_shard(buffer)
+
+
+def _snapshot(tree: dict[str, Any], core: Core) -> dict[str, Any]:
+    """Copy all tensors of ``tree`` to the host: those of the device in the lane of stores, all of a dtype in one go."""
+    found = {id(one): one.detach() for one in tree_leaves(tree) if isinstance(one, Tensor)}
+    device, store = core.cache.device, core.lanes.store
+    copied: dict[int, object] = {at: one.clone() for at, one in found.items() if one.device.type != device.type}
+    alike: defaultdict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
+    for at, one in found.items():
+        if at not in copied:
+            alike[one.dtype][at] = one
+    store.wait(core.lanes.compute.mark(), *core.updated.values())  # R3: updates write counters
+    for dtype, tensors in alike.items():
+        numels = [one.numel() for one in tensors.values()]
+        home = torch.empty(sum(numels), dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+
+        def copy(home: Tensor = home, sources: Sequence[Tensor] = [*tensors.values()]) -> None:
+            home.copy_(torch.cat([one.reshape(-1) for one in sources]), non_blocking=True)
+
+        store.run(copy, reads=tensors.values(), writes=[home])
+        for (at, one), part in zip(tensors.items(), home.split(numels), strict=True):
+            copied[at] = _OnDevice(part.view(one.shape))
+    done: dict[str, Any] = tree_map_only(Tensor, lambda one: copied[id(one)], tree)
+    return done
+
+
+# What users call ------------------------------------------------------------------------------------------------------
+
+
+@tells("recoverable(optimizer, folder)")
+def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recoverable:
+    """Keep in ``folder`` what training needs to go on, for :func:`recover` in a process that takes over after a kill.
+
+    ::
+
+        offload_optimizer(optimizer, model=model)
+        if newest_commit(folder) is None:
+            run = recoverable(optimizer, folder)
+        else:                                       # the same lines in the process that takes over
+            run = recover(optimizer, folder)
+            scheduler.load_state_dict(run.extra["scheduler"])
+        ...
+            optimizer.step()
+            scheduler.step()
+            run.commit({"scheduler": scheduler.state_dict()})
+        run.close()                                 # deletes the files
+
+    The homes of state, and of parameters that live on the host, move into files there, each with a spare home, as
+    updates must not write those of the last commit. Parameters on the device get two places in files. From then on,
+    each update stores all that it changes, also what stays on the device. The log says first how many bytes it takes.
+
+    Args:
+        optimizer: an offloaded one that trains all of its model, between two steps.
+        folder: in memory (a tmpfs such as ``/dev/shm``), the same for all ranks of a host.
+
+    Raises:
+        TypeError: it is no optimizer, and holds none.
+        ValueError: what it trains, or how, cannot be recovered, or the folder is not in memory; says why.
+        RuntimeError: it is not offloaded, a step has begun, another thread than the training's calls it, or the folder
+            is in use, or has a commit that all ranks have.
+        MemoryError: there is no room in ``folder``, or on the host; nothing has changed.
+    """
+    target, attachment, model, run = _prepare(optimizer, folder, "recoverable")
+    try:
+        if (number := newest_commit(folder)) is not None:
+            raise RuntimeError(
+                f"recoverable: {folder} has commit {number} of a run that has ended. Go on from it with "
+                "recover(optimizer, folder), or delete the folder."
+            )
+        engine = attachment.engine
+        needed_bytes, ranks = run.needed_bytes, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        logger.warning(
+            "recoverable: takes %.1f GB in %s on each of %d ranks of this host, instead of %.1f GB of host memory",
+            needed_bytes / 1e9, folder, ranks, sum(one.nbytes for one in engine.plan.regions) / 1e9,
+        )  # fmt: skip
+        free_bytes = free_bytes_at(Path(folder))
+        if needed_bytes > free_bytes:
+            raise MemoryError(
+                f"recoverable: {folder} needs {needed_bytes} bytes for this rank, and {free_bytes} are free: twice the "
+                "optimizer state and the parameters. Have that tmpfs made larger (docker run --shm-size), or shard "
+                "over more ranks."
+            )
+        more_bytes = needed_bytes - sum(region.nbytes for arena in run.arenas for region in arena.regions)
+        check_host_memory(more_bytes, engine.policy.host_limit_bytes, what="recoverable(): a second set of homes")
+        run.start(engine, target, model)
+    except BaseException:
+        run.close(deletes=False)
+        raise
+    return run
+
+
+@tells("recover(optimizer, folder)")
+def recover(optimizer: Optimizer, folder: str | os.PathLike[str], *, commit: int | None = None) -> Recoverable:
+    """Go on from the newest commit that all ranks have, in a new process, and commit further steps there.
+
+    Build the model and the optimizer as before, and call :func:`offload_optimizer` with the same policy: the files
+    become the homes as they are. Weights, state, counters, param groups and buffers are those of the commit, bit for
+    bit; ``extra`` is what it was given.
+
+    Args:
+        optimizer: an offloaded one, which has made no step.
+        folder: that of :func:`recoverable`.
+        commit: number of the commit; ``None``: that of :func:`newest_commit`.
+
+    Raises:
+        TypeError: it is no optimizer, and holds none.
+        ValueError: there is no such commit, or it was made by another training: other names, shapes, optimizer, policy,
+            number of ranks or versions; says which. Nothing has changed.
+        RuntimeError: as :func:`recoverable` raises.
+    """
+    target, attachment, model, run = _prepare(optimizer, folder, "recover")
+    try:
+        number = newest_commit(folder) if commit is None else commit
+        if number is None or number not in run.folder.commits():
+            raise ValueError(
+                f"recover: {folder} has no {'commit that all ranks have' if number is None else f'commit {number}'}. "
+                "Start with recoverable(optimizer, folder)."
+            )
+        wanted, there = run.layout(attachment.engine, target, model), run.folder.layout() or {}
+        for name in {**there, **wanted}:
+            if there.get(name) != wanted.get(name):
+                both = f"{there.get(name)!r:.200} there, {wanted.get(name)!r:.200} here"
+                raise ValueError(f"recover: {folder} is of another training: {name}: {both}.")
+        run.go_on(number, attachment.engine, target, model)
+        attachment.engine.contents.listeners.append(run)
+    except BaseException:
+        run.close(deletes=False)
+        raise
+    return run
+
+
+def _prepare(
+    optimizer: Optimizer, folder: str | os.PathLike[str], function: str
+) -> tuple[Optimizer, Attachment, nn.Module, Recoverable]:
+    """Check what is to be recoverable, and hold this rank's folder."""
+    first, *others = optimizers_in(optimizer, function)
+    attachment, kind = attachment_of(first), type(first).__name__
+    if others or attachment is None:
+        problem = f"holds {1 + len(others)} optimizers; give one" if others else f"is not offloaded; {IF_NOT}"
+        raise RuntimeError(f"{function}: this {kind} {problem}.")
+    engine, model = attachment.engine, None if attachment.model is None else attachment.model()
+    if engine.core.is_foreign:
+        raise RuntimeError(f"{function}: call it in the thread that trains.")
+    if model is None:
+        raise ValueError(
+            f"{function}: names are those of the model, and it is not known. Call offload_optimizer(optimizer, "
+            "model=model)."
+        )
+    params, wrong = dict.fromkeys(params_of(first)), ""
+    strangers = [name for param, name in parameters_of(model).items() if param.requires_grad and param not in params]
+    several = [engine.names.get(one, "a parameter") for one in params if not _is_plain(one)]
+    spread = [engine.names.get(one, "a parameter") for one in params if not _reduces_with_all(one)]
+    if engine.layouts.capabilities.moves_whole:
+        wrong = f"{kind} moves as a whole, and has no homes before its first step"
+    elif engine.host is not None:
+        wrong = "the CPU updates a part of the state in its home. Use OffloadPolicy(host_fraction=0)"
+    elif attachment.parked.params:
+        wrong = "Megatron keeps masters of its own. Use add_masters(optimizer)"
+    elif engine.device.type not in ("cpu", "cuda") and engine.policy.pins(engine.device.type):
+        wrong = "only CUDA page-locks files in memory. Use OffloadPolicy(pin_memory=False)"
+    elif strangers:
+        wrong = f"{listed(strangers)} are trained by another optimizer, which may be a step ahead. Train all by one"
+    elif several:
+        wrong = f"{listed(several)} are made of several tensors, or not contiguous"
+    elif spread or (_world() > 1 and attachment.hooks is None):
+        wrong = (
+            f"gradients of {listed(spread) or 'all parameters'} are not reduced over all ranks, whose commits could be "
+            "several steps apart. Shard the model over all ranks, with replicas if need be, and nothing else"
+        )
+    if wrong:
+        raise ValueError(f"{function}: {wrong}.")
+    engine.check_usable(function)
+    run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
+    run.folder.hold()
+    return first, attachment, model, run
+
+
+def _is_plain(param: Tensor) -> bool:
+    return not has_inner_tensors(param) and local_shard(param).is_contiguous()
+
+
+def _reduces_with_all(param: Tensor) -> bool:
+    """Return whether each reduction of the gradient of ``param`` waits for all ranks."""
+    if _world() == 1:
+        return True
+    if not is_dtensor(param):
+        return False
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return bool(mesh.size() == _world() and sum(one.is_shard() for one in placements) == 1)

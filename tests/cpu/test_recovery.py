@@ -1,0 +1,337 @@
+"""Recoverable optimizers: what is refused, what a leftover is taken for, and what ends a commit."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload.listeners import Recoverable, newest_commit, recover, recoverable
+from fsdp_offload.listeners import folder as folders
+from tests.forks import in_forked_child
+from tests.parity import leaves, same_bits
+
+pytestmark = [pytest.mark.usefixtures("mesh"), pytest.mark.filterwarnings("ignore:offload_optimizer. ")]
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield path / "run"
+    shutil.rmtree(path)
+
+
+class Script:
+    """Trains a small model."""
+
+    def __init__(
+        self, mesh: DeviceMesh, *, width: int = 6, lr: float = 0.1, attach: bool = True, **fields: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+        self.model.register_buffer("scale", torch.ones(2))
+        for block in self.model[:2]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.width = width
+        if attach:
+            offload_optimizer(self.optimizer, model=self.model, policy=OffloadPolicy(**fields))
+
+    def backward(self, step: int) -> None:
+        data = torch.randn(2, self.width, generator=torch.Generator().manual_seed(step))
+        (self.model(data).square().mean() * self.model.scale.sum()).backward()
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[Tensor]:
+        states = [self.optimizer.state[param] for param in self.model.parameters()]
+        found = [*(one.to_local() for one in self.model.parameters()), self.model.scale]
+        found += [leaf for state in states for name in sorted(state) for leaf in leaves(state[name])]
+        return [one.detach().clone() for one in found]
+
+
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(same_bits, one, other))
+
+
+def let_go(run: Recoverable) -> None:
+    """What the kernel does when the process is killed."""
+    run.close(deletes=False)
+
+
+def committed(mesh: DeviceMesh, memory: Path, steps: int = 3, **fields: Any) -> list[Tensor]:
+    """Leave a folder with ``steps`` commits; returns what the run had at the last one."""
+    script = Script(mesh, **fields)
+    run = recoverable(script.optimizer, memory)
+    for step in range(steps):
+        script.step(step)
+        run.commit(step)
+    values = script.values()
+    let_go(run)
+    return values
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "step": {},
+    "iteration": {"overlap": "iteration"},
+    "parameters": {"overlap": "iteration", "parameters": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_recovery_has_what_the_last_commit_had(mesh: DeviceMesh, memory: Path, mode: str, steps: int) -> None:
+    kept = committed(mesh, memory, steps, **MODES[mode])
+    other = Script(mesh, lr=0.5, **MODES[mode])
+    with torch.no_grad():
+        other.model.scale.zero_()
+    run = recover(other.optimizer, memory)
+    assert (run.commits, run.extra, other.optimizer.param_groups[0]["lr"]) == (steps, steps - 1, 0.1)
+    assert is_same(other.values(), kept)
+    plain = Script(mesh, attach=False)
+    for step in range(steps + 2):
+        plain.step(step)
+        if step >= steps:
+            other.step(step)
+            run.commit()
+    assert is_same(other.values(), plain.values())
+    run.close()
+    assert newest_commit(memory) is None
+    assert not list(memory.iterdir())
+    other.step(9)  # training goes on in files that have no name
+
+
+def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh, overlap="iteration", parameters=True)
+    run = recoverable(script.optimizer, memory)
+    for step in range(7):
+        script.step(step)
+        if step in (0, 3):
+            run.commit(step)
+            kept = script.values()
+    let_go(run)
+    other = Script(mesh, overlap="iteration", parameters=True)
+    assert recover(other.optimizer, memory).extra == 3
+    assert is_same(other.values(), kept)
+
+
+def test_homes_are_in_two_files_and_nowhere_else(mesh: DeviceMesh, memory: Path, caplog: Any) -> None:
+    script = Script(mesh, parameters=True)
+    run = recoverable(script.optimizer, memory)
+    regions = [one.nbytes for one in run._engine().plan.regions]  # type: ignore[union-attr]
+    files = [path.stat().st_size for path in (memory / "rank-00000").glob("homes-*")]
+    assert sorted(regions) == sorted(files)
+    assert run.needed_bytes == sum(files)
+    assert "takes" in caplog.text
+    assert "GB in" in caplog.text
+
+
+# A leftover ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_leftover_is_not_begun_upon_and_not_recovered_by_another_training(mesh: DeviceMesh, memory: Path) -> None:
+    kept = committed(mesh, memory)
+    script = Script(mesh)
+    with pytest.raises(RuntimeError, match="has commit 3 of a run that has ended"):
+        recoverable(script.optimizer, memory)
+    for wrong, words in (
+        (Script(mesh, width=7), r"\d.weight: \[\[6, 6\].* there, \[\[7, 7\].* here"),
+        (Script(mesh, parameters=True), "on the device"),
+    ):
+        with pytest.raises(ValueError, match=f"is of another training: {words}"):
+            recover(wrong.optimizer, memory)
+        wrong.step(0)
+    layout = memory / "rank-00000" / "layout.json"
+    text = json.loads(layout.read_text())
+    for name, value in {"version": [1, "0.9"], "rank": [0, 2], "optimizer": "torch.optim.adam.Adam"}.items():
+        layout.write_text(json.dumps(text | {name: value}))
+        with pytest.raises(ValueError, match=f"another training: {name}"):
+            recover(script.optimizer, memory)
+    layout.write_text(json.dumps(text))
+    run = recover(script.optimizer, memory)
+    assert is_same(script.values(), kept)
+    let_go(run)
+
+
+def test_a_folder_without_a_commit_is_begun_anew(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    let_go(recoverable(script.optimizer, memory))
+    assert newest_commit(memory) is None
+    with pytest.raises(ValueError, match="has no commit that all ranks have"):
+        recover(Script(mesh).optimizer, memory)
+    again = Script(mesh)
+    run = recoverable(again.optimizer, memory)
+    again.step(0)
+    run.commit()
+    run.close()
+
+
+def test_only_a_commit_of_all_ranks_counts(mesh: DeviceMesh, memory: Path) -> None:
+    committed(mesh, memory)
+    layout = memory / "rank-00000" / "layout.json"
+    layout.write_text(json.dumps(json.loads(layout.read_text()) | {"ranks_here": 2}))
+    assert newest_commit(memory) is None
+    shutil.copytree(memory / "rank-00000", memory / "rank-00001")
+    assert newest_commit(memory) == 3
+    (memory / "rank-00001" / "commit-00000003").unlink()
+    assert newest_commit(memory) == 2
+    (memory / "rank-00001" / "commit-00000002").unlink()
+    assert newest_commit(memory) is None
+
+
+def test_a_file_that_is_gone_is_not_made_anew(mesh: DeviceMesh, memory: Path) -> None:
+    committed(mesh, memory)
+    (memory / "rank-00000" / "device-1").unlink()
+    with pytest.raises(FileNotFoundError):
+        recover(Script(mesh).optimizer, memory)
+
+
+def test_two_runs_do_not_share_a_folder(mesh: DeviceMesh, memory: Path) -> None:
+    script, other = Script(mesh), Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    with pytest.raises(RuntimeError, match="is in use: another run trains in it, or another optimizer"):
+        recoverable(other.optimizer, memory)
+    script.step(0)
+    run.commit()  # the lock is still held
+
+    def is_refused() -> bool:
+        folders._held.clear()  # of the parent
+        with pytest.raises(RuntimeError, match="is in use"):
+            folders.RankFolder(memory / "rank-00000").hold()
+        return True
+
+    assert in_forked_child(is_refused) == 0
+    run.close()
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_recovered_is_refused_before_anything_changes(
+    mesh: DeviceMesh, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Script(mesh, attach=False)
+    with pytest.raises(RuntimeError, match="is not offloaded; call offload_optimizer"):
+        recoverable(plain.optimizer, memory)
+    one, other = Script(mesh), Script(mesh)
+    with pytest.raises(RuntimeError, match="holds 2 optimizers; give one"):
+        recoverable([one.optimizer, other.optimizer], memory)  # type: ignore[arg-type]
+    offload_optimizer(plain.optimizer)
+    with pytest.raises(ValueError, match="names are those of the model, and it is not known"):
+        recoverable(plain.optimizer, memory)
+    shared = Script(mesh, host_fraction=0.5)
+    with pytest.raises(ValueError, match="the CPU updates a part of the state"):
+        recoverable(shared.optimizer, memory)
+    half = Script(mesh, attach=False)
+    half.optimizer = torch.optim.AdamW(list(half.model.parameters())[:2])
+    offload_optimizer(half.optimizer, model=half.model)
+    with pytest.raises(ValueError, match="are trained by another optimizer"):
+        recoverable(half.optimizer, memory)
+    whole = Script(mesh, attach=False)
+    whole.optimizer = torch.optim.LBFGS(whole.model.parameters())  # type: ignore[assignment]
+    offload_optimizer(whole.optimizer, model=whole.model)
+    with pytest.raises(ValueError, match="moves as a whole"):
+        recoverable(whole.optimizer, memory)
+    assert not memory.exists()
+    with pytest.raises(ValueError, match="homes have to lie in memory"):
+        recoverable(one.optimizer, tmp_path)
+    monkeypatch.setattr("fsdp_offload.listeners.recovery.free_bytes_at", lambda _: 100)
+    with pytest.raises(MemoryError, match=r"needs \d+ bytes for this rank, and 100 are free"):
+        recoverable(one.optimizer, memory)
+    one.step(0)
+
+
+def test_a_commit_at_a_wrong_time_is_refused(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh, overlap="iteration")
+    run = recoverable(script.optimizer, memory)
+    with pytest.raises(RuntimeError, match="before the first step"):
+        run.commit()
+    for step in range(5):
+        script.step(step)
+        run.commit()
+    script.backward(5)
+    with pytest.raises(RuntimeError, match="between a backward and step"):
+        run.commit()
+    script.optimizer.step()
+    with pytest.raises(Exception, match="pickle"):
+        run.commit(lambda: 0)
+    assert newest_commit(memory) == 5
+    run.commit("after all")
+    kept = script.values()
+    let_go(run)
+    with pytest.raises(RuntimeError, match=r"close\(\) was called"):
+        run.commit()
+    other = Script(mesh, overlap="iteration")
+    assert recover(other.optimizer, memory).extra == "after all"
+    assert is_same(other.values(), kept)
+
+
+def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMesh, memory: Path) -> None:
+    for number, fields in enumerate(MODES.values()):
+        script = Script(mesh, **fields)
+        run = recoverable(script.optimizer, memory / str(number))
+        script.step(0)
+        run.commit(0)
+        with torch.no_grad():
+            next(script.model.parameters()).mul_(2)
+        with pytest.raises(RuntimeError, match="were written between commit"):
+            script.step(1)
+        script.optimizer.zero_grad()
+        run.commit("again")
+        kept = script.values()
+        script.step(1)
+        let_go(run)
+        other = Script(mesh, **fields)
+        assert recover(other.optimizer, memory / str(number)).extra == "again"
+        assert is_same(other.values(), kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_load_ends_all_commits_until_the_next(mesh: DeviceMesh, memory: Path, mode: str) -> None:
+    script = Script(mesh, **MODES[mode])
+    run = recoverable(script.optimizer, memory)
+    script.step(0)
+    saved = script.optimizer.state_dict()
+    saved["state"] = {at: {k: v.clone() for k, v in one.items()} for at, one in saved["state"].items()}
+    script.step(1)
+    run.commit()
+    script.optimizer.load_state_dict(saved)
+    assert newest_commit(memory) is None
+    script.step(2)
+    run.commit()
+    kept = script.values()
+    let_go(run)
+    assert newest_commit(memory) == 2
+    other = Script(mesh, **MODES[mode])
+    recover(other.optimizer, memory)
+    assert is_same(other.values(), kept)
+
+
+def test_other_homes_or_no_offload_end_it(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    script.step(0)
+    run.commit()
+    more = nn.Parameter(torch.ones(3))
+    script.optimizer.add_param_group({"params": [more]})
+    more.grad = torch.ones(3)
+    script.step(1)
+    with pytest.raises(RuntimeError, match="has got state for other parameters or options since"):
+        run.commit()
+    remove_offload(script.optimizer)
+    with pytest.raises(RuntimeError, match="not offloaded any more"):
+        run.commit()
+    run.close()

@@ -1,0 +1,53 @@
+"""Commits on streams, one of which is slow: where a process is killed, files hold the newest commit, bit for bit."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_offload import OffloadPolicy
+from fsdp_offload.listeners import newest_commit, recover, recoverable
+from tests.core.test_late_commits import Loop
+from tests.gpu.test_conformance import LANES, SLEEP_CYCLES
+from tests.overlapping import same_values, slow_down
+
+STEPS = 7
+MODES: dict[str, dict[str, Any]] = {
+    "step": {},
+    "forward": {"overlap": "forward"},
+    "iteration": {"overlap": "iteration"},
+    "parameters": {"overlap": "iteration", "parameters": True},
+}
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_newest_commit_is_whole_wherever_training_is_killed(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, mode: str, lane: str, clips: bool
+) -> None:
+    policy, wanted = OffloadPolicy(bucket_bytes=2048, device_bytes=9 * 4096, **MODES[mode]), []
+    plain = Loop(mesh, None, clips=clips)
+    for step in range(STEPS):
+        plain.backward(step)
+        plain.update(step)
+        wanted.append(plain.values())
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, monkeypatch.context() as patch:
+        folder = Path(memory) / "run"
+        slow_down(lane, SLEEP_CYCLES, patch.setattr)
+        loop = Loop(mesh, policy, clips=clips)
+        run = recoverable(loop.optimizer, folder)
+        for step in range(STEPS):
+            loop.backward(step)
+            loop.update(step)
+            run.commit(step)
+        loop.backward(STEPS)  # waits for the commit, and overwrites the one before
+        run.folder.leave(deletes=False)  # killed
+        assert newest_commit(folder) == STEPS
+        other = Loop(mesh, policy, clips=clips)
+        found = recover(other.optimizer, folder)
+        assert found.extra == STEPS - 1
+        assert same_values(other.values(), wanted[-1])
+        found.close()
