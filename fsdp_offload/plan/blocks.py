@@ -4,12 +4,13 @@ In training, ``device_bytes="auto"`` learns how many more to take; here the same
 from iterations whose waits are estimated.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 from ..core.buckets import Bucket, bucketing, choose_kept, pools_for, share_out
 from ..core.items import Item, Pool
-from ..core.packing import ShardSpec, plan_buckets
+from ..core.packing import Packed, ShardSpec, plan_buckets
 from ..core.room import TOLERATED, Reading, Room
 from ..device.arena import aligned
 from ..policy import OffloadPolicy
@@ -23,32 +24,22 @@ class Blocks:
 
     def __init__(self, policy: OffloadPolicy, sizes: Sizes) -> None:
         self.policy = policy
-        groups = (sizes.numels[-1], *sizes.numels[:-1])  # the root is gathered first
-        numels = [numel for group in groups for numel in group]
-        together = dict(enumerate(number for number, group in enumerate(groups) for _ in group))
-        state_itemsize = sum(sizes.state_itemsizes)
-        bytes_of = {param: (sizes.itemsize * numels[param], state_itemsize * numels[param]) for param in together}
-        bucket_bytes, joined = bucketing(policy, elementwise=True, together=together, sizes=bytes_of)
-        specs = [
-            ShardSpec(numel, tuple(size * numel for size in sizes.state_itemsizes), True, joined[param])
-            for param, numel in enumerate(numels)
-        ]
-        weights = [Item(f"parameters of group {number}") for number in range(len(groups))]
-        for param, number in together.items() if policy.parameters else ():
-            weights[number].nbytes += aligned(sizes.itemsize * numels[param])
-        (planned, homes), buckets = plan_buckets(specs, bucket_bytes), []
+        together, weight_bytes, bucket_bytes, planned, home_bytes = _planned(policy, sizes)
+        each = enumerate(nbytes * policy.parameters for nbytes in weight_bytes)
+        weights, buckets = [Item(f"parameters of group {number}", nbytes) for number, nbytes in each], []
         for number, one in enumerate(planned):
             theirs = tuple(dict.fromkeys(together[piece.shard] for piece in one.ranges))
             state = Item(f"state {number}", one.nbytes)
             buckets.append(Bucket(number, state, theirs, tuple(weights[group] for group in theirs)))
-        self.uses = len(buckets) + 2 * len(groups) * policy.parameters  # updates, and gathers from the host
+        self.uses = len(buckets) + 2 * len(weights) * policy.parameters  # updates, and gathers from the host
         self._state = [bucket.state for bucket in buckets if bucket.state.nbytes]
         self._weights = [item for item in weights if item.nbytes]
-        self.host_bytes = homes.nbytes + sum(item.nbytes for item in weights)
+        self.host_bytes = home_bytes + sum(item.nbytes for item in weights)
         limit = None if policy.device_bytes == "auto" else policy.device_bytes
         joins = policy.updates_in_backward
         self.pools = pools_for(self._state, self._weights, buckets, bucket_bytes, limit, joins=joins)
         share_out(self.pools, limit)
+        self._pools_of_state = _pools_of(self._state)
         self.learns = limit is None and policy.moves_beside_model  # "auto" takes more blocks if compute waits
         self._gives_way = limit is None and policy.updates_in_backward
         self._choose_kept()
@@ -61,12 +52,12 @@ class Blocks:
     @property
     def passing_bytes(self) -> int:
         """Device memory of the blocks through which state passes."""
-        return sum(min(pool.transit, pool.count) * pool.nbytes for pool in _pools_of(self._state))
+        return sum(min(pool.transit, pool.count) * pool.nbytes for pool in self._pools_of_state)
 
     @property
     def leaving_bytes(self) -> int:
         """Device memory of state's blocks that are freed at the model's own peak: all but those of kept items."""
-        return sum(pool.passing * pool.nbytes for pool in _pools_of(self._state)) * self._gives_way
+        return sum(pool.passing * pool.nbytes for pool in self._pools_of_state) * self._gives_way
 
     @property
     def turning_bytes(self) -> int:
@@ -104,6 +95,24 @@ class Blocks:
                     pool.count = count
                 self._choose_kept()
                 reading = read()
+
+
+@functools.lru_cache
+def _planned(policy: OffloadPolicy, sizes: Sizes) -> tuple[dict[int, int], list[int], int, tuple[Packed, ...], int]:
+    """Return each parameter's group, the groups' bytes, the bytes of a bucket, the buckets, and those of all homes."""
+    groups = (sizes.numels[-1], *sizes.numels[:-1])  # the root is gathered first
+    numels = [numel for group in groups for numel in group]
+    together = dict(enumerate(number for number, group in enumerate(groups) for _ in group))
+    state_itemsize = sum(sizes.state_itemsizes)
+    bytes_of = {param: (sizes.itemsize * numels[param], state_itemsize * numels[param]) for param in together}
+    bucket_bytes, joined = bucketing(policy, elementwise=True, together=together, sizes=bytes_of)
+    specs = [
+        ShardSpec(numel, tuple(size * numel for size in sizes.state_itemsizes), True, joined[param])
+        for param, numel in enumerate(numels)
+    ]
+    planned, homes = plan_buckets(specs, bucket_bytes)
+    weight_bytes = [sum(aligned(sizes.itemsize * numel) for numel in group) for group in groups]
+    return together, weight_bytes, bucket_bytes, planned, homes.nbytes
 
 
 def _pools_of(items: Sequence[Item]) -> list[Pool]:

@@ -113,6 +113,7 @@ class _Recorder(TorchDispatchMode):
         self._seen = WeakIdKeyDictionary()
         self._turn: tuple[Phase, int] | None = None
         self._work: dict[Kind, Work] = {}
+        self._calls: dict[Any, Any] = {}  # by operation and arguments: the new tensor, and the work
         owned: set[nn.Parameter] = set()
         for number, unit in enumerate(units):
             own = {param for param in unit.parameters() if param not in owned and param.requires_grad}
@@ -148,20 +149,51 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype is torch.bool  # the model reads a value: let conditions hold, and numbers be 0
+        call = (func, _key_of(args), _key_of(kwargs)) if _makes_new(func) else None
+        if call in self._calls:  # blocks are alike, and torch works out in Python what a call makes
+            how, dtype, *done = self._calls[call]
+            outputs = torch.empty_strided(*how, dtype=dtype, device="meta")
+            self._allocate([outputs])
+            self._count(*done)
+            return outputs
         outputs = func(*args, **(kwargs or {}))
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        known = {leaf.untyped_storage()._cdata for leaf in read}
-        fresh = [one for one in (leaf.untyped_storage() for leaf in written) if one._cdata not in known]
-        for storage in fresh:
+        held = {leaf.untyped_storage()._cdata for leaf in read}
+        fresh = [leaf for leaf in written if leaf.untyped_storage()._cdata not in held]
+        self._allocate(fresh)
+        if (fresh or func._schema.is_mutable) and "empty" not in func._overloadpacket.__name__:
+            done = _work_of(func, args, kwargs or {}, outputs, read, written)
+            self._count(*done)
+            if call is not None and outputs.is_meta and outputs.untyped_storage().nbytes() == outputs.nbytes:
+                self._calls[call] = (outputs.shape, outputs.stride()), outputs.dtype, *done
+        return outputs
+
+    def _allocate(self, tensors: Sequence[Tensor]) -> None:
+        for storage in (one.untyped_storage() for one in tensors):
             if storage not in self._seen:
                 allocated = -(-storage.nbytes() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES
                 self._add(allocated)
                 self._seen[storage] = weakref.finalize(storage, self._add, -allocated)
-        if (fresh or func._schema.is_mutable) and "empty" not in func._overloadpacket.__name__:
-            kind, work = _work_of(func, args, kwargs or {}, outputs, read, written)
-            self._work[kind] = Work(*map(sum, zip(work, self._work.get(kind, Work()), strict=True)))
-        return outputs
+
+    def _count(self, kind: Kind, work: Work) -> None:
+        self._work[kind] = Work(*map(sum, zip(work, self._work.get(kind, Work()), strict=True)))
+
+
+@functools.cache
+def _makes_new(func: Any) -> bool:
+    """Return whether ``func`` only makes one new tensor."""
+    returns, is_mutable = func._schema.returns, func._schema.is_mutable
+    return not is_mutable and [(one.type.kind(), one.alias_info) for one in returns] == [("TensorType", None)]
+
+
+def _key_of(value: Any) -> Any:
+    """Return what the outputs of an operation on the meta device depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, dict):
+        return tuple([(name, _key_of(one)) for name, one in value.items()])
+    return tuple(map(_key_of, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
 def _drop_together(params: set[nn.Parameter], left: set[nn.Parameter], param: nn.Parameter) -> None:
