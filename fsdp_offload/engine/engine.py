@@ -427,7 +427,7 @@ class Engine:
         expected = self.core.reductions.is_expected  # a bucket that never gets a gradient creates nothing
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
-        self._adopt_exchanged(states, optimizer)
+        self.adopt_exchanged(states, optimizer)
         ahead = self.guesses.ahead
         return Step(self.contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_speculative else None)
 
@@ -437,14 +437,14 @@ class Engine:
         """Return the shards to update; take over parameters with their first gradient, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         self.add(optimizer, [one for one in self.groups.unplanned if eager or gradient(one) is not None], states)
-        self._adopt_exchanged(states, optimizer)  # also for shards without a gradient, which move with their bucket
+        self.adopt_exchanged(states, optimizer)  # also for shards without a gradient, which move with their bucket
         return [
             shard
             for param, shard in self.plan.shards.items()
             if shard.group >= 0 and (gradient(param) is not None or (eager and not states.get(param)))
         ]
 
-    def _adopt_exchanged(self, states: StateStore, optimizer: Optimizer | None = None) -> None:
+    def adopt_exchanged(self, states: StateStore, optimizer: Optimizer | None = None) -> None:
         """Copy tensors that the user has put in place of homes into the homes; all at once, as they may be homes.
 
         Raises:
@@ -557,7 +557,7 @@ class Engine:
         """Begin to store state that is newer in its place than at home, and copy users' tensors into their homes."""
         self.guesses.roll_back()
         if not (self.core.done or self.core.away):
-            self._adopt_exchanged(states)
+            self.adopt_exchanged(states)
             self.core.cache.flush()
             self.core.away = True
 
@@ -572,7 +572,7 @@ class Engine:
     def reload(self, states: StateStore) -> None:
         """Allow loads again, and begin to load the items that are used next."""
         if self.core.away:
-            self._adopt_exchanged(states)
+            self.adopt_exchanged(states)
             self.core.away = False
         self.core.prefetch()
 

@@ -151,17 +151,17 @@ class Recoverable:
 
         engine.settle()
         engine.lending.wait()
-        engine.failure = f"moving its homes into {self.folder.path} did not come to its end"
         for number, arena in enumerate(self.arenas):
-            nbytes, breaks = arena.regions[0].nbytes, arena.layout.breaks
-            arena.move_to(region(f"homes-{number}-0", nbytes, breaks), states.get, copies=copies)
+            taken = region(f"homes-{number}-0", arena.regions[0].nbytes, arena.layout.breaks)
+            engine.failure = f"moving its homes into {self.folder.path} did not come to its end"
+            arena.move_to(taken, states.get, copies=copies)
             for home in _item_homes(engine):
                 home.follow(anew=True)  # the old memory is free then
+            engine.failure = ""
             arena.take_spare(partial(region, f"homes-{number}-1"))
         if self._places.nbytes:
             both = (f"device-{number}" for number in range(2))
             self._files = [region(name, self._places.nbytes, self._places.breaks) for name in both]
-        engine.failure = ""
 
     def layout(self, engine: Engine, optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         """Describe what must be the same for a recovery, as JSON has it."""
@@ -178,6 +178,7 @@ class Recoverable:
             sizes = [list(param.shape), list(local_shard(param).shape), str(param.dtype), str(placements_of(param))]
             described[names.get(param, shard.name)] = [*sizes, state]
         described |= {f"homes {at}": list(map(list, one.layout.offsets)) for at, one in enumerate(self.arenas)}
+        described["buffers"] = {name: [list(one.shape), str(one.dtype)] for name, one in _saved_buffers(model)}
         return described | {"on the device": list(self._offsets.values())}
 
     def _of_device(self, param: Tensor, which: int) -> Tensor:
@@ -202,11 +203,11 @@ class Recoverable:
             store.copy(copies)
             mark = store.mark()
             for item in core.weights.values():
-                item.used["store"] = mark  # R1: the next update writes the parameters that this store reads
+                if not item.nbytes:
+                    item.used["store"] = mark  # R1: the next update writes the parameters that this store reads
 
     def start(self, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
         """Begin anew in the folder."""
-        self.folder.clear()
         layout = self.layout(engine, optimizer, model)
         self.move(engine, optimizer, copies=True)
         self.folder.write_layout(layout)
@@ -242,7 +243,9 @@ class Recoverable:
         if asleep:
             raise RuntimeError(f"commit(): {engine.names.get(asleep[0])} is asleep. Call reload_model(model) first.")
         pickled, is_later = pickle.dumps(extra), core.steps > self._steps
-        self._wait_written()
+        self._wait_written(forgives=True)
+        states = states_of(optimizer).unwaited
+        engine.adopt_exchanged(states)
         which = 1 - self._which if is_later else self._which
         if not is_later and self._seen != self._versions():
             self.folder.prune(self._before)  # these homes, and this file, are not what they were at the last commit
@@ -252,7 +255,7 @@ class Recoverable:
         model = None if self._model is None else self._model()
         buffers = {} if model is None else {name: one.clone() for name, one in _saved_buffers(model)}
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
-        plan, states, state = engine.plan, states_of(optimizer).unwaited, []
+        plan, state = engine.plan, list[dict[str, Any]]()
         for param, shard in plan.shards.items():
             entry, homes = states.get(param), shard.homes
             state.append({name: _AtHome() if value is homes.get(name) else value for name, value in entry.items()})
@@ -282,7 +285,8 @@ class Recoverable:
             home.follow()
         with torch.no_grad():
             for (param, shard), entry in zip(engine.plan.shards.items(), record["state"], strict=True):
-                if entry:
+                if entry or states.has(param):
+                    states.of(param).clear()
                     homes = {name: shard.homes[name] for name, value in entry.items() if isinstance(value, _AtHome)}
                     states.of(param).update(back(entry) | homes)
             for group, its in zip(optimizer.param_groups, record["groups"], strict=True):
@@ -307,23 +311,24 @@ class Recoverable:
         self.folder.write(made.number, made.record)
         made.record = {}
 
-    def _wait_written(self) -> None:
+    def _wait_written(self, *, forgives: bool = False) -> None:
         """Block the host until the record of the last commit is written; the homes of the one before are free then.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be written. With ``forgives``, another takes its place.
         """
-        made, self._pending = self._pending, None
+        made = self._pending
         if made is None:
             return
-        try:
-            made.written.result()
-        except BaseException:
+        if (error := made.written.exception()) is None:
+            if self._newest is not None:
+                self._newest.is_over = True
+            self._newest = made
+        elif forgives:
             made.is_over = True
-            raise
-        if self._newest is not None:
-            self._newest.is_over = True
-        self._newest = made
+        else:
+            raise error
+        self._pending = None  # last: an interrupted wait is waited for again
 
     def before_reduction(self) -> None:
         """Wait for the last commit: a reduced gradient tells the other ranks that this rank has it."""
@@ -385,7 +390,7 @@ class Recoverable:
 
         Call it when all ranks have made their last commit. Files in memory take memory until they are deleted.
         """
-        self._wait_written()
+        self._wait_written(forgives=True)
         if self._newest is not None:
             self._newest.is_over = True
         if (engine := self._engine()) is not None and self in engine.contents.listeners:
@@ -482,6 +487,7 @@ def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recover
                 f"recoverable: {folder} has commit {number} of a run that has ended. Go on from it with "
                 "recover(optimizer, folder), or delete the folder."
             )
+        run.folder.clear()
         engine = attachment.engine
         needed_bytes, ranks = run.needed_bytes, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         logger.warning(

@@ -31,7 +31,7 @@ class LateFuture(Future[None]):
 
     function: Callable[[], None]
 
-    def result(self, timeout: float | None = None) -> None:
+    def exception(self, timeout: float | None = None) -> None:
         self.function()
 
 

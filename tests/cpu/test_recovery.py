@@ -1,9 +1,12 @@
 """Recoverable optimizers: what is refused, what a leftover is taken for, and what ends a commit."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +300,89 @@ def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMe
         other = Script(mesh, **fields)
         assert recover(other.optimizer, memory / str(number)).extra == "again"
         assert is_same(other.values(), kept)
+
+
+def test_tensors_that_were_put_into_the_state_are_committed(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh, overlap="iteration")
+    run = recoverable(script.optimizer, memory)
+    for step in range(2):
+        script.step(step)
+        run.commit()
+    for param in script.model.parameters():
+        script.optimizer.state[param]["exp_avg"] = torch.full_like(param, 0.5).detach()
+    run.commit()
+    kept = script.values()
+    let_go(run)
+    other = Script(mesh, overlap="iteration")
+    recover(other.optimizer, memory)
+    assert is_same(other.values(), kept)
+    assert kept[7].unique().item() == 0.5
+
+
+def test_a_commit_that_cannot_be_written_stops_training_until_another_is(
+    mesh: DeviceMesh, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(mesh, overlap="iteration")
+    run = recoverable(script.optimizer, memory)
+    script.step(0)
+    run.commit(0)
+    script.step(1)
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(torch, "save", full)
+        run.commit(1)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                script.step(2)
+            script.optimizer.zero_grad()
+    assert newest_commit(memory) == 1
+    run.commit(1)
+    kept = script.values()
+    script.step(2)
+    let_go(run)
+    other = Script(mesh, overlap="iteration")
+    assert recover(other.optimizer, memory).extra == 1
+    assert is_same(other.values(), kept)
+
+
+def test_memory_that_does_not_suffice_leaves_the_optimizer_as_it_was(
+    mesh: DeviceMesh, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, script = Script(mesh, attach=False), Script(mesh, parameters=True)
+    for taken in range(3):
+        full = iter([None] * taken + [OSError(28, "No space left on device")])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", partial(raised, full))
+            patch.setattr(folders.RankFolder, "file", sized(folders.RankFolder.file))
+            with pytest.raises(MemoryError, match="no room for"):
+                recoverable(script.optimizer, memory)
+        plain.step(taken)
+        script.step(taken)
+    assert is_same(script.values(), plain.values())
+    run = recoverable(script.optimizer, memory)
+    script.step(3)
+    run.commit()
+    run.close()
+
+
+def raised(errors: Iterator[OSError | None], *_: object) -> None:
+    if (error := next(errors)) is not None:
+        raise error
+
+
+def sized(file: Any) -> Any:
+    """Make files as long as they are to be, where ``posix_fallocate`` does nothing."""
+
+    @contextmanager
+    def opened(self: Any, name: str, nbytes: int, *, makes: bool) -> Iterator[int]:
+        with file(self, name, nbytes, makes=makes) as descriptor:
+            os.ftruncate(descriptor, nbytes)
+            yield descriptor
+
+    return opened
 
 
 @pytest.mark.parametrize("mode", MODES)
