@@ -18,10 +18,21 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.fused_adam_reference import FusedAdam
-from tests.overlapping import Block
 from tests.parity import local, loss_of
 
 # Models --------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int | None = None) -> None:
+        super().__init__()
+        inner = inner or 2 * width
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Experts(nn.Module):

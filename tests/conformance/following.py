@@ -34,7 +34,7 @@ class Followed(oracle.Loop):
     def attach(self) -> None:
         super().attach()
         self.deltas = weight_deltas(self.optimizer)
-        self.names = {canonical_fqn(self.model, name): param for name, param in self.params.items()}
+        self.names = {canonical_fqn(self.model, name): param for name, param in self.named.items()}
         self.copies: dict[str, Tensor] = {}
         self.at_last = 0
         for name, param in self.names.items():

@@ -28,7 +28,9 @@ def test_deltas_are_what_has_changed(case: Case) -> None:
     before = seen.copy()
     with followed(3e-4) as habits:
         assert not compare(case, CPU, habits)
-    assert (seen - before)["sparse"]
+    of_kind = seen - before
+    assert of_kind["sparse"]
+    assert of_kind["taken back"] or case.clip != "sometimes"
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.long)])
@@ -44,4 +46,4 @@ def test_any_program(examples: int) -> None:
     of_kind = seen - before
     assert of_kind["sparse"] > of_kind["elements"] / 10
     assert of_kind["dense"] > 0
-    assert of_kind["taken back"] > 0
+    assert of_kind["taken back"] > 0 or examples < 300  # few may draw no step that is taken back

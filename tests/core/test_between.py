@@ -22,8 +22,7 @@ from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.groups import ParamGroups
 from fsdp_offload.engine.homes import Plan, Turning
 from fsdp_offload.fsdp.homed import ShardedParameter
-from tests.clipping import ALWAYS, NEVER, clipped_step, clipping, guesses_of
-from tests.overlapping import Loop, Net, adamw, attach, pair, policy_of, same
+from tests.overlapping import ALWAYS, NEVER, Loop, Net, adamw, attach, clipping, guesses_of, pair, policy_of, same
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -160,7 +159,7 @@ def test_a_step_fails_behind_a_backward_that_guessed_nothing(mesh: DeviceMesh, m
     # Not room for all, which one update might join.
     loop = Loop(mesh, adamw, clipping(bucket_bytes=2048, device_bytes=8192), net=small_net)
     for at in range(4):
-        clipped_step(loop, at, NEVER)
+        loop.clipped_step(at, NEVER)
     loop.optimizer.param_groups[0]["weight_decay"] = 0.0
     loop.backward(4)
     clip_grad_norm_(loop.optimizer, NEVER)
@@ -270,7 +269,7 @@ def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch:
     """Half of them are, which nothing takes back."""
     loop = Loop(mesh, adamw, clipping(bucket_bytes=8192), net=small_net)
     for at in range(4):
-        clipped_step(loop, at, NEVER)
+        loop.clipped_step(at, NEVER)
     loop.backward(4)
     clip_grad_norm_(loop.optimizer, NEVER)
     monkeypatch.setattr(Turning, "move_parameters", Mock(side_effect=KeyboardInterrupt))

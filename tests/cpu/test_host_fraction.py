@@ -335,7 +335,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @EVERY_POLICY
 def test_an_exception_in_the_thread(mesh: DeviceMesh, failing: list[str], fields: dict[str, Any]) -> None:
     alone, loop = plain(mesh, 3), two_sides(mesh, fields)
-    parts = loop.model, loop.optimizer, loop.scheduler
+    parts = loop.model, loop.optimizer, loop.schedulers[0]
     saved, seen = copy.deepcopy([part.state_dict() for part in parts]), [*loop.seen]
     broken = host_names(loop.optimizer)[-1]
     failing.append(broken)
@@ -482,7 +482,7 @@ def test_weights_loaded_after_the_optimizer_was_dropped_stay(mesh: DeviceMesh, m
     ended = [mark.ended for mark in engine_of(loop.optimizer).host.ended.values()]
     assert reached.acquire(timeout=host_worker_gate.TIMEOUT_SECONDS)
     engine = weakref.ref(engine_of(loop.optimizer))
-    del loop.optimizer, loop.scheduler
+    del loop.optimizer, loop.schedulers[0]
     gc.collect()
     assert engine() is None
     timer = threading.Timer(0.2, opened.set)

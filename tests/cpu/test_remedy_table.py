@@ -509,6 +509,9 @@ def an_offloaded_class_by_hand(_: Path) -> Any:
 def copies(_: Path) -> Any:
     script = Script(attach=True)
     script.train()
+    for copied in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(script.optimizer)
     yield lambda: copy.deepcopy(script.optimizer)
     assert copy.deepcopy(script.optimizer.state_dict())["state"]
     remove_offload(script.optimizer)
@@ -548,7 +551,9 @@ def a_load_between(_: Path) -> Any:
     saved = copy.deepcopy(script.optimizer.state_dict())
     script.backward()
     script.optimizer.load_state_dict(saved)
+    weights = script.weights()
     yield script.optimizer.step
+    assert all(map(torch.equal, weights, script.weights()))
     script.optimizer.zero_grad()
     return script
 

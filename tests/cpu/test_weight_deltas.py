@@ -213,13 +213,8 @@ def test_what_it_refuses(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="is not offloaded; call offload_optimizer"):
         weight_deltas(loop.optimizer)
     attach(loop.optimizer)
-    with pytest.raises(ValueError, match=r"Call offload_optimizer\(optimizer, model=model\)"):
-        weight_deltas(loop.optimizer)
-    on_host = Loop(mesh, adamw, policy_of({}, host_fraction=0.5))
-    with pytest.raises(ValueError, match=r"Use OffloadPolicy\(host_fraction=0\)"):
-        weight_deltas(on_host.optimizer)
     with pytest.raises(RuntimeError, match="holds 2 optimizers; give one at a time"):
-        weight_deltas([loop.optimizer, on_host.optimizer])  # type: ignore[arg-type]
+        weight_deltas([loop.optimizer, attach(slow(loop.params))])  # type: ignore[arg-type]
     whole = Loop(mesh, lambda params: Unlisted(params, lr=0.01), policy_of({}))
     with pytest.raises(ValueError, match="Unlisted moves as a whole"):
         weight_deltas(whole.optimizer)

@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy
 from tests.core.test_interrupts import BEHIND, LOOPS, POLICIES, RUNS, WARM, Interrupted, left_by, values
 from tests.distributed.launch import agree, mesh, spawn
-from tests.overlapping import Loop, adamw, same_values
+from tests.overlapping import Loop, adamw
+from tests.parity import same_value
 
 pytestmark = pytest.mark.distributed
 
@@ -117,7 +118,7 @@ class Known:
             counting.issued = 0
             counting.lines_behind.clear()
             self.iterate(loop, WARM)
-        assert same_values(values(loop), self.sides[1])
+        assert same_value(values(loop), self.sides[1])
         self.lines = dict(counting.lines_behind)
         self.collectives = counting.issued
 
@@ -157,7 +158,7 @@ def run_program(device_mesh: DeviceMesh, rank: int, rng: random.Random, known: K
         known.plainly(plain, WARM)
     loop.train(BEHIND, known.iterate, WARM + 1)
     plain.train(BEHIND, known.plainly, WARM + 1)
-    assert same_values(values(loop), values(plain)), f"{where}: other bits later"
+    assert same_value(values(loop), values(plain)), f"{where}: other bits later"
     return f"{outcome}, {'loaded, ' if says_so else ''}and on"
 
 
