@@ -40,6 +40,7 @@ from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import Waits
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
+from tests.conformance.following import Followed, of_small_pieces, seen
 from tests.parity import assert_at_home, attach, leaves, local, params_of, same_value
 from tests.twins import master_of, rounded
 
@@ -55,6 +56,7 @@ class Loop:
     """The offloaded run."""
 
     waits: Waits
+    followed: Followed | None = None
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -92,6 +94,13 @@ class Loop:
         if case.masters != "none":
             add_masters(self.optimizer, case.masters)  # type: ignore[arg-type]
         attach(self.optimizer, model=self.model if LAYOUTS[case.layout].shard else None, policy=policy)
+        if case.deltas:
+            self.followed = Followed(self)
+
+    def follow(self) -> None:
+        """Apply deltas to the copy of the weights, with several steps in between, too."""
+        if self.followed is not None and (self.steps * 7 + len(self.case.program)) % 3:
+            self.followed.follow()
 
     @property
     def params(self) -> list[Any]:
@@ -504,6 +513,7 @@ def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, 
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
         patch.setattr(Loop, "waits", Waits(patch), raising=False)
+        of_small_pieces(patch)
         return _compare(case, device, habits)
 
 
@@ -532,6 +542,8 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
     finally:
         loop.finish_saving()
+        if case.deltas and is_offloaded(loop.optimizer):
+            seen["taken back"] += engine_of(loop.optimizer).guesses.rolled_back
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(folder)
     return []
@@ -566,6 +578,7 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
     if case.phases == "own":  # of each rank: no collective is in them
         run.phase(*PHASES[: (_rank() + at) % 4])
     habit(run, at)
+    run.follow()
     if case.phases == "own":
         run.phase(*PHASES[_rank() % 3 :])
     if case.phases == "between" and at % 2:
