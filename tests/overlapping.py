@@ -3,7 +3,7 @@
 On any device and any number of ranks. A *habit* is what a loop does beside the usual in some steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from fsdp_offload.engine.guesses import Guesses
 from tests.at_home import not_at_home
 from tests.conformance import oracle
 from tests.conformance.axes import Block, Case
-from tests.conformance.oracle import ALWAYS, NEVER, clip_by, different, schedule, usual  # noqa: F401  # limits for tests
+from tests.conformance.oracle import clip_by, different, schedule, usual
 from tests.parity import attach
 from tests.policies import with_share
 
@@ -154,6 +154,14 @@ def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit
     for step in range(plain.schedulers[0].last_epoch, plain.schedulers[0].last_epoch + steps):
         assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
     assert not is_offloaded(loop.optimizer) or not not_at_home(loop.model, loop.optimizer)
+
+
+def together(loops: tuple[Loop, Loop], steps: int) -> Iterator[tuple[int, Loop]]:
+    """Yield each loop for each step, behind which they are the same."""
+    for at in range(steps):
+        for loop in loops:
+            yield at, loop
+        assert same(*loops), f"after step {at}"
 
 
 def same(one: oracle.Loop, other: oracle.Loop) -> bool:

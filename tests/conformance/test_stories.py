@@ -14,8 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -30,13 +28,11 @@ from fsdp_offload.fsdp.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import Reading, read_checkpoint
 from tests.conformance.axes import Case
+from tests.conformance.oracle import ALWAYS, NEVER, compare
 from tests.conformance.oracle import Loop as Run
-from tests.conformance.oracle import compare
 from tests.conformance.programs import usual
 from tests.overlapping import (
-    ALWAYS,
     EVERY_POLICY,
-    NEVER,
     POLICIES,
     Loop,
     Net,
@@ -48,15 +44,9 @@ from tests.overlapping import (
     pair,
     policy_of,
     same,
+    together,
 )
 from tests.parity import attach, make_pair, same_value
-
-
-def states_of(loop: Loop) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(loop.model),
-        "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer),
-    }
 
 
 class Checkpointed(Net):
@@ -327,15 +317,14 @@ def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters:
     plain, loop = pair(mesh, policy_of({"overlap": "iteration", "parameters": parameters}))
     for one in (plain, loop):
         one.train(3)
-    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    saved = loop.copy()
     loop.backward(3)
     match = r"zero_grad\(\) before step\(\).* cannot be skipped any more(.|\n)*GANs.*overlap='forward'"
     with pytest.raises(RuntimeError, match=match):
         loop.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"refused: zero_grad\(\) before step"):
         loop.step()
-    loop.model.load_state_dict(saved[0])
-    loop.optimizer.load_state_dict(saved[1])
+    loop.restore(saved)
     loop.optimizer.zero_grad()
     loop.seen.pop()
     assert same(plain.train(3, first=3), loop.train(3, first=3))
@@ -492,7 +481,7 @@ def test_after_a_refused_backward_a_checkpoint_trains_on(mesh: DeviceMesh) -> No
     """What the error says to do is enough: nothing of that backward is added to the next one's gradients."""
     plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
     assert_same_each_step(plain, loop, 6)
-    states = copy.deepcopy(states_of(loop))
+    states = copy.deepcopy(loop.states())
     loop.backward(6)
     with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(7)
@@ -605,7 +594,7 @@ def test_the_checkpoint_of_cpu_offload(mesh: DeviceMesh, tmp_path: Path, monkeyp
     monkeypatch.setattr(overlapping, "fully_shard", partial(fully_shard, offload_policy=policy))
     held = Loop(mesh, adamw, None).train(3)
     for name, one in (("loop", loop), ("held", held)):
-        dcp.save(states_of(one), checkpoint_id=tmp_path / name)
+        dcp.save(one.states(), checkpoint_id=tmp_path / name)
     metadata, other = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("loop", "held"))
     assert metadata.state_dict_metadata == other.state_dict_metadata
     assert len(metadata.state_dict_metadata) > 50
@@ -686,10 +675,8 @@ class TwoOptimizers(Loop):
 def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
     """By one norm over the parameters of both."""
     plain, loop = TwoOptimizers(mesh, None), TwoOptimizers(mesh, clipping())
-    for at in range(12):
-        for each in (plain, loop):
-            each.clipped_step(at, ALWAYS if at == 7 else NEVER)
-        assert same(plain, loop), at
+    for at, each in together((plain, loop), 12):
+        each.clipped_step(at, ALWAYS if at == 7 else NEVER)
     engines = [vars(optimizer)["_offload_engine"].engine for optimizer in (loop.optimizer, loop.second)]
     assert [engine.guesses.rolled_back for engine in engines] == [1, 1]
 
@@ -698,13 +685,11 @@ def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
 def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
     """Without ``error_if_nonfinite``: what plain training makes of them."""
     loops = pair(mesh, clipping(), net=partial(Net, width=16, layers=2))
-    for at in range(9):
-        for loop in loops:
-            loss = loop.model(loop.batch(at))
-            (loss * (math.nan if at == 6 else 1.0)).backward()
-            loop.clip(NEVER, foreach=foreach)
-            loop.step()
-        assert same(*loops), at
+    for at, loop in together(loops, 9):
+        loss = loop.model(loop.batch(at))
+        (loss * (math.nan if at == 6 else 1.0)).backward()
+        loop.clip(NEVER, foreach=foreach)
+        loop.step()
     assert guesses_of(loops[1]).rolled_back
 
 
@@ -896,15 +881,13 @@ def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh)
     plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}, snapshot_bytes=1 << 20))
     for loop in (plain, offloaded):
         loop.train(3)
-        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-        saved = copy.deepcopy(loop.optimizer.state_dict())
+        saved = loop.copy()
         engine = engine_of(loop.optimizer)
         if engine is not None:
             engine.wait_all_home()
             engine.lending.lend(Reading(), [shard.home for shard in engine.plan.shards.values()])
         loop.backward(3)
-        loop.model.load_state_dict(weights)
-        loop.optimizer.load_state_dict(saved)
+        loop.restore(saved)
         loop.optimizer.zero_grad()
     assert same(plain.train(4, first=4), offloaded.train(4, first=4))
 

@@ -26,8 +26,9 @@ from fsdp_offload.engine.homes import Plan
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.gradients import let_read, watch
 from tests.async_writers import Reading
+from tests.conformance.oracle import ALWAYS, NEVER, different
 from tests.conformance.programs import LOOKS
-from tests.overlapping import ALWAYS, NEVER, Loop, Net, adamw, clipping, different, guesses_of, pair, same
+from tests.overlapping import Loop, Net, adamw, clipping, guesses_of, pair, same, together
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -154,11 +155,9 @@ def test_an_optimizer_that_writes_its_gradients_is_not_guessed(
 ) -> None:
     """As SGD with Nesterov's momentum does where it runs on lists of tensors."""
     loops = pair(mesh, clipping(), partial(torch.optim.SGD, lr=0.02, momentum=0.9, **options), net=small_net)
-    for at in range(10):
-        for loop in loops:
-            loop.optimizer.param_groups[0]["nesterov"] = at >= switched_on
-            loop.clipped_step(at, ALWAYS if at % 6 == 4 else NEVER)
-        assert same(*loops), at
+    for at, loop in together(loops, 10):
+        loop.optimizer.param_groups[0]["nesterov"] = at >= switched_on
+        loop.clipped_step(at, ALWAYS if at % 6 == 4 else NEVER)
     assert bool(guesses_of(loops[1]).committed) == (switched_on > 0)
 
 
@@ -452,17 +451,15 @@ def test_a_view_of_gradients_that_are_zeroed_in_place(mesh: DeviceMesh) -> None:
     """It is kept, and written in a later step: what counts no version could not be seen then."""
     plain, loop = pair(mesh, clipping())
     views: dict[Loop, list[torch.Tensor]] = {}
-    for at in range(8):
-        for each in (plain, loop):
-            each.optimizer.zero_grad(set_to_none=False)
-            each.backward(at)
-            if at == 4:
-                views[each] = [param.grad.to_local().data for param in each.params]
-            if at > 4:
-                torch._foreach_mul_(views[each], 0.3)
-            each.clip(NEVER)
-            each.optimizer.step()
-        assert same(plain, loop), at
+    for at, each in together((plain, loop), 8):
+        each.optimizer.zero_grad(set_to_none=False)
+        each.backward(at)
+        if at == 4:
+            views[each] = [param.grad.to_local().data for param in each.params]
+        if at > 4:
+            torch._foreach_mul_(views[each], 0.3)
+        each.clip(NEVER)
+        each.optimizer.step()
     assert (guesses_of(loop).committed, guesses_of(loop).rolled_back) == (3, 1)
 
 
@@ -470,15 +467,13 @@ def test_a_view_of_a_parameter_that_streams_stays_one(mesh: DeviceMesh) -> None:
     """A parameter that somebody has a view of does not change its home."""
     plain, loop = pair(mesh, clipping(parameters=True), net=small_net)
     views: dict[Loop, list[torch.Tensor]] = {}
-    for at in range(9):
-        for each in (plain, loop):
-            each.clipped_step(at, ALWAYS if at == 6 else NEVER)
-            if each is loop:
-                loop.optimizer.synchronize()  # type: ignore[attr-defined]
-            if at == 3:
-                views[each] = [param.detach().to_local() for param in each.params[::2]]
-            each.seen += [float(view.double().sum()) for view in views.get(each, ())]
-        assert same(plain, loop), at
+    for at, each in together((plain, loop), 9):
+        each.clipped_step(at, ALWAYS if at == 6 else NEVER)
+        if each is loop:
+            loop.optimizer.synchronize()  # type: ignore[attr-defined]
+        if at == 3:
+            views[each] = [param.detach().to_local() for param in each.params[::2]]
+        each.seen += [float(view.double().sum()) for view in views.get(each, ())]
 
 
 def test_parameters_and_gradients_have_their_class_back(mesh: DeviceMesh) -> None:

@@ -22,7 +22,8 @@ from fsdp_offload.core import loop as core_loop
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.gradients import is_spent
-from tests.overlapping import NEVER, Loop, Net, adamw, pair, same
+from tests.conformance.oracle import NEVER
+from tests.overlapping import Loop, Net, adamw, pair, same
 from tests.parity import leaves
 
 OPTIMIZERS: list[Callable[[Any], Any]] = [

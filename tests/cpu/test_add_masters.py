@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_offload import add_masters, offload_optimizer
 from fsdp_offload.optimizers import masters
+from tests.conformance.oracle import different
 from tests.cpu.test_kept_masters import EVERY_FORMAT, EVERY_KIND, saved
 from tests.cpu.test_wrappers import accelerated, wrap  # noqa: F401  # fixtures
-from tests.overlapping import Loop, different, same
+from tests.overlapping import Loop, same
 from tests.overlapping import Net as Small
 from tests.parity import Net, Zoo, adamw, same_value
 from tests.twins import MASTER, Twins, make_twins
@@ -198,15 +199,11 @@ def sharded(mesh: DeviceMesh, kind: Any) -> Loop:
     return Loop(mesh, lambda params: add_masters(adamw(params), kind), None, net=lambda: Small(16, 2).bfloat16())
 
 
-def states_of(loop: Loop) -> dict[str, Any]:
-    return {"model": loop.model.state_dict(), "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer)}
-
-
 @EVERY_KIND
 def test_files_of_torch_resume(mesh: DeviceMesh, kind: str, tmp_path: Any) -> None:
     loop, fresh = sharded(mesh, kind).train(2), sharded(mesh, kind)
-    dcp.save(states_of(loop), checkpoint_id=tmp_path)
-    state = states_of(fresh)
+    dcp.save(loop.states(), checkpoint_id=tmp_path)
+    state = fresh.states()
     dcp.load(state, checkpoint_id=tmp_path)
     set_optimizer_state_dict(fresh.model, fresh.optimizer, state["optimizer"])
     fresh.schedulers[0].load_state_dict(loop.schedulers[0].state_dict())

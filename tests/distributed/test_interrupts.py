@@ -114,7 +114,7 @@ class Known:
         self.sides = [before, values(plain.train(1, self.plainly, WARM))]
         with InterruptedBetween() as counting:
             loop = Loop(device_mesh, adamw, self.policy).train(WARM, self.iterate)
-            save(loop)
+            loop.copy()
             counting.issued = 0
             counting.lines_behind.clear()
             self.iterate(loop, WARM)
@@ -134,7 +134,7 @@ def run_program(device_mesh: DeviceMesh, rank: int, rng: random.Random, known: K
     if how == "alone" and at is None:
         behind = -1  # goes on
     loop = Loop(device_mesh, adamw, known.policy).train(WARM, known.iterate)
-    saved = save(loop)
+    saved = loop.copy()
     interrupted = InterruptedBetween(behind, at, kind)
     try:
         outcome, problem = left_by(loop, known.iterate, interrupted, known.sides), ""
@@ -148,8 +148,7 @@ def run_program(device_mesh: DeviceMesh, rank: int, rng: random.Random, known: K
         return outcome
     plain = Loop(device_mesh, adamw, None).train(WARM, known.plainly)
     if says_so := any(other == "said" for _, other, _ in found):
-        loop.model.load_state_dict(saved[0])
-        loop.optimizer.load_state_dict(saved[1])
+        loop.restore(saved)
     elif outcome == "before":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plain.optimizer, "step", lambda: None)
@@ -160,15 +159,6 @@ def run_program(device_mesh: DeviceMesh, rank: int, rng: random.Random, known: K
     plain.train(BEHIND, known.plainly, WARM + 1)
     assert same_value(values(loop), values(plain)), f"{where}: other bits later"
     return f"{outcome}, {'loaded, ' if says_so else ''}and on"
-
-
-def save(loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Copy what a checkpoint would have."""
-    saved = loop.optimizer.state_dict()
-    saved["state"] = {
-        key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()
-    }
-    return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}, saved
 
 
 def test_an_interrupt_on_two_ranks_leaves_all_of_a_step_or_nothing_on_each(tmp_path: Path) -> None:

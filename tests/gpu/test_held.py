@@ -11,10 +11,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload.checkpoint import get_optimizer_state_dict
+from tests.conformance.oracle import NEVER
 from tests.core.test_held import *  # noqa: F403
 from tests.core.test_held import Reader, copies_of
 from tests.gpu.streams import Slow, offloaded, plain
-from tests.overlapping import NEVER, Loop, same
+from tests.overlapping import Loop, same
 
 
 class Writer(threading.Thread):

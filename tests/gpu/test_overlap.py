@@ -11,8 +11,9 @@ from torch.optim import AdamW, Optimizer
 
 from fsdp_offload import clip_grad_norm_
 from fsdp_offload.engine.engine import Engine, engine_of
+from tests.conformance.oracle import ALWAYS, NEVER
 from tests.gpu.streams import LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
-from tests.overlapping import ALWAYS, EVERY_POLICY, NEVER, POLICIES, Loop, Net, deafen, guesses_of, same
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, guesses_of, same
 
 BESIDE = pytest.mark.parametrize("overlap", ["forward", "iteration"])
 

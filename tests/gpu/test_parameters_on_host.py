@@ -12,8 +12,9 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.hooks import ModelHooks
 from fsdp_offload.fsdp.dtensor import local_shard
+from tests.conformance.oracle import different
 from tests.gpu.streams import SLEEP_CYCLES, Slow, offloaded
-from tests.overlapping import Loop, Net, adamw, different, save_and_load
+from tests.overlapping import Loop, Net, adamw, save_and_load
 
 
 def deep() -> Net:
