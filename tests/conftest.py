@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.async_writers import Waits
+from tests.process_groups import process_group
 
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("no deadline", deadline=None)
@@ -39,9 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
     """One CPU, in a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    with process_group():
+        yield init_device_mesh("cpu", (1,))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 On any device and any number of ranks. A *habit* is what a loop does beside the usual in some steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,13 @@ from torch.optim import Optimizer
 
 from fsdp_offload import OffloadPolicy, is_offloaded
 from fsdp_offload.device.lanes import Lane, TurnsLane
+from fsdp_offload.engine.engine import engine_of
+from fsdp_offload.engine.guesses import Guesses
 from tests.at_home import not_at_home
-from tests.parity import attach, leaves, same_bits
+from tests.conformance import oracle
+from tests.conformance.axes import Block, Case
+from tests.conformance.oracle import clip_by, different, schedule, usual
+from tests.parity import attach
 from tests.policies import with_share
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -42,20 +47,13 @@ def on_host(fields: dict[str, Any], **more: Any) -> OffloadPolicy:
     return policy_of(fields, **{"parameters": True, **more})
 
 
+def clipping(**more: Any) -> OffloadPolicy:
+    """With updates in the backward."""
+    return policy_of({"overlap": "iteration"}, **more)
+
+
 def adamw(params: Any) -> Optimizer:
     return torch.optim.AdamW(params, lr=0.02, fused=params[0].device.type != "cpu" or None)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, inner: int | None = None) -> None:
-        super().__init__()
-        inner = inner or 2 * width
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -86,8 +84,8 @@ def linear_blocks(mesh: DeviceMesh, width: int = 12, count: int = 3, *, bias: bo
     return model
 
 
-class Loop:
-    """One training run."""
+class Loop(oracle.Loop):
+    """A run with a network, an optimizer and a policy of the test's own; ``None``: a plain one."""
 
     def __init__(
         self,
@@ -99,51 +97,52 @@ class Loop:
         micro_batches: int = 1,
         prepare: Callable[[Net], object] = lambda model: None,
     ) -> None:
-        torch.manual_seed(0)
-        self.device = torch.device(mesh.device_type, dist.get_rank() if mesh.device_type != "cpu" else None)
-        self.model = net().to(self.device)
-        for block in (*self.model.blocks, self.model.extra):
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        prepare(self.model)
-        self.params = list(self.model.parameters())  # sharded; after an evaluation, the model's own may be gathered
-        self.optimizer = make(self.params)
-        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.5, 1.0, 5)
-        self.micro_batches = micro_batches
-        self.seen: list[float] = []
+        self.mesh, self.policy, self.net, self.made, self.prepare = mesh, policy, net, make, prepare
+        device = torch.device(mesh.device_type, dist.get_rank() if mesh.device_type != "cpu" else None)
+        super().__init__(Case(micro=micro_batches), device)
         if policy is not None:
-            attach(self.optimizer, model=self.model, policy=policy)
+            self.attach()
+
+    def make(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.net().to(self.device)
+        for block in (*self.model.blocks, self.model.extra):
+            fully_shard(block, mesh=self.mesh)
+        fully_shard(self.model, mesh=self.mesh)
+        self.prepare(self.model)
+        # Sharded; after an evaluation, the model's own may be gathered.
+        self.named = dict(self.model.named_parameters())
+        self.optimizer = self.made(self.params)
+        self.schedulers = [schedule(self.optimizer)]
+
+    def attach(self) -> None:
+        attach(self.optimizer, model=self.model, policy=self.policy)
 
     def batch(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
         return torch.randint(0, 51, (3, 7), generator=generator).to(self.device)
 
-    def backward(self, step: int, **options: Any) -> None:
-        for micro in range(self.micro_batches):
-            loss = self.model(self.batch(10 * step + micro), **options)
-            loss.backward()
-            self.seen.append(loss.item())
-
     def train(self, steps: int, habit: Habit | None = None, first: int = 0) -> "Loop":
         for step in range(first, first + steps):
-            if habit is None:
-                self.backward(step)
-                self.step()
-            else:
-                habit(self, step)
+            (habit or usual)(self, step)
         return self
 
-    def step(self) -> None:
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
+    def clip(self, limit: float | None = None, **options: Any) -> None:
+        """By our function if the optimizer is offloaded, by torch's if it is plain; without ``limit`` not at all."""
+        if limit is not None:
+            optimizers = [self.optimizer, *filter(None, [getattr(self, "second", None)])]
+            ours = optimizers if is_offloaded(self.optimizer) else None
+            self.seen.append(clip_by(limit, self.params, ours, **options))
 
-    def everything(self) -> list[Tensor]:
-        """Losses, parameters, state and counters."""
-        params = [param.detach().to_local().cpu() for param in self.model.state_dict().values()]
-        states = [self.optimizer.state[param] for param in self.model.parameters() if param in self.optimizer.state]
-        values = [state[name] for state in states for name in sorted(state)]
-        return [torch.tensor(self.seen), *params, *(leaf.cpu() for value in values for leaf in leaves(value))]
+    def clipped_step(self, at: int, limit: float, **options: Any) -> None:
+        self.backward(at)
+        self.clip(limit, **options)
+        self.step()
+
+    def train_clipped(self, limits: list[float]) -> "Loop":
+        for at, limit in enumerate(limits):
+            self.clipped_step(at, limit)
+        return self
 
 
 def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
@@ -152,17 +151,27 @@ def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: A
 
 def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit | None = None) -> None:
     """From where they are on; and in the end parameters that are to live on the host do so."""
-    for step in range(plain.scheduler.last_epoch, plain.scheduler.last_epoch + steps):
+    for step in range(plain.schedulers[0].last_epoch, plain.schedulers[0].last_epoch + steps):
         assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
     assert not is_offloaded(loop.optimizer) or not not_at_home(loop.model, loop.optimizer)
 
 
-def same(one: Loop, other: Loop) -> bool:
-    return same_values(one.everything(), other.everything())
+def together(loops: tuple[Loop, Loop], steps: int) -> Iterator[tuple[int, Loop]]:
+    """Yield each loop for each step, behind which they are the same."""
+    for at in range(steps):
+        for loop in loops:
+            yield at, loop
+        assert same(*loops), f"after step {at}"
 
 
-def same_values(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(same_bits(a, b) for a, b in zip(one, other, strict=True))
+def same(one: oracle.Loop, other: oracle.Loop) -> bool:
+    return not different(one.everything(), other.everything())
+
+
+def guesses_of(loop: Loop) -> Guesses:
+    engine = engine_of(loop.optimizer)
+    assert engine is not None
+    return engine.guesses
 
 
 def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> list[str]:
@@ -199,23 +208,9 @@ def deafen(name: str, patch: Callable[[Any, str, Any], object]) -> None:
 # Habits --------------------------------------------------------------------------------------------------------------
 
 
-def look(loop: Loop) -> None:
-    loop.model.eval()
-    with torch.no_grad():
-        loop.seen.append(loop.model(loop.batch(999)).item())
-    loop.model.train()
-
-
 def save_and_load(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
+    usual(loop, step)
     if step in (2, 4):
-        model = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-        saved = loop.optimizer.state_dict()
-        saved["state"] = {
-            key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()
-        }
-        loop.backward(step + 20)
-        loop.step()
-        loop.model.load_state_dict(model)
-        loop.optimizer.load_state_dict(saved)
+        saved = loop.copy()
+        usual(loop, step + 20)
+        loop.restore(saved)

@@ -55,6 +55,8 @@ MAKERS = {make.__name__: make for make in (adamw, sgd, rmsprop, counted)}
 NESTED: dict[str, Any] = {}
 FLAT: dict[str, Any] = {"flatten_optimizer_state_dict": True}
 FORMS = {"nested": NESTED, "flattened": FLAT}
+SIDES = {"plain": False, "offloaded": True}
+EVERY_SIDE = pytest.mark.parametrize("offload", SIDES.values(), ids=SIDES)
 EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 

@@ -18,10 +18,21 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, NAdam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.fused_adam_reference import FusedAdam
-from tests.overlapping import Block
 from tests.parity import local, loss_of
 
 # Models --------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int | None = None) -> None:
+        super().__init__()
+        inner = inner or 2 * width
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Experts(nn.Module):
@@ -239,6 +250,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "host": (0.0, 0.5, 1.0),
     "looks": ("each", "end"),
     "serial": (False, True),
+    "deltas": (False, True),
 }
 
 
@@ -263,6 +275,8 @@ class Case:
     host: float = 0.0
     looks: str = "each"
     serial: bool = False
+    deltas: bool = False
+    """Whether a copy of the weights is kept up by ``weight_deltas``, and trained so slowly that few change."""
     program: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -272,7 +286,8 @@ class Case:
 
     @property
     def made(self) -> Made:
-        return OPTIMIZERS[self.optimizer]
+        made = OPTIMIZERS[self.optimizer]
+        return replace(made, options={"lr": 3e-4, **made.options}) if self.deltas else made
 
     @property
     def ranks(self) -> int:
@@ -388,6 +403,12 @@ RULES: tuple[Rule, ...] = (
         lambda case: case.optimizer == "adafactor" and case.layout != "unsharded",
         {"layout": "unsharded", "overlap": "step", "parameters": False, "sleep": False},
         {"optimizer": "adamw"},
+    ),
+    # Deltas need names of a model that is sharded, and optimizers that tell which weights they update.
+    rule(
+        lambda case: case.deltas and (case.layout == "unsharded" or case.optimizer == "unlisted" or case.host > 0),
+        {"deltas": False},
+        {"layout": "blocks", "optimizer": "adamw", "host": 0.0},
     ),
     # CUDA unscales no gradients in bf16.
     rule(lambda case: case.dtype == "bf16", {"dtype": "mixed", "masters": "none"}, habits="scaler"),

@@ -40,6 +40,7 @@ from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import Waits
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
+from tests.conformance.following import Followed, of_small_pieces, seen
 from tests.parity import assert_at_home, attach, leaves, local, params_of, same_value
 from tests.twins import master_of, rounded
 
@@ -55,6 +56,7 @@ class Loop:
     """The offloaded run."""
 
     waits: Waits
+    followed: Followed | None = None
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -67,16 +69,16 @@ class Loop:
         torch.manual_seed(0)
         self.model = build(self.case, self.device)
         matrices = "matrices" in self.case.made.traits
-        self.params = {
+        self.named = {
             name: param
             for name, param in self.model.named_parameters()
             if param.requires_grad and (param.dim() == 2 or not matrices)
         }
-        params: Any = list(self.params.values())
+        params: Any = self.params
         if self.case.model == "groups":
             params = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.005}]
         self.optimizer = self.case.made(params)
-        self.schedulers = [_schedule(self.optimizer)]
+        self.schedulers = [schedule(self.optimizer)]
 
     def attach(self) -> None:
         case = self.case
@@ -92,11 +94,22 @@ class Loop:
         if case.masters != "none":
             add_masters(self.optimizer, case.masters)  # type: ignore[arg-type]
         attach(self.optimizer, model=self.model if LAYOUTS[case.layout].shard else None, policy=policy)
+        if case.deltas:
+            self.followed = Followed(self)
+
+    def follow(self) -> None:
+        """Apply deltas to the copy of the weights, with several steps in between, too."""
+        if self.followed is not None and (self.steps * 7 + len(self.case.program)) % 3:
+            self.followed.follow()
+
+    @property
+    def params(self) -> list[Any]:
+        return list(self.named.values())
 
     def hosted(self) -> set[str]:
         """Which parameters the CPU updates."""
         engine: Any = engine_of(self.optimizer)
-        by_param = {param: name for name, param in self.params.items()}
+        by_param = {param: name for name, param in self.named.items()}
         return {by_param[shard.param] for shard in engine.plan.host_shards()}
 
     # -- what a loop does ---------------------------------------------------------------------------
@@ -126,7 +139,7 @@ class Loop:
             binds = self.steps > 3 and (self.case.clip == "always" or self.steps % 3 == 2)
             limit = ALWAYS if binds else NEVER
         early = is_offloaded(self.optimizer) and self.case.overlap == "iteration"
-        params = list(self.params.values())
+        params = self.params
         self.seen.append(clip_by(limit, params, self.optimizer if early else None, **options))
 
     def look(self) -> None:
@@ -230,11 +243,11 @@ class Loop:
 
     def live_state(self, name: str) -> dict[str, Any]:
         """Of a parameter, to be changed."""
-        return self.optimizer.state.get(self.params[name], {})
+        return self.optimizer.state.get(self.named[name], {})
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Of a parameter; its master in fp32."""
-        param = self.params[name]
+        param = self.named[name]
         found = dict(self.optimizer.state.get(param, {}))
         if "master_param" in found and self.case.masters != "none":
             shard, kept = local(param.detach()).cpu(), local(found["master_param"]).cpu()
@@ -246,7 +259,7 @@ class Loop:
         found["a scaler's"] = [hasattr(self.optimizer, name) for name in ("grad_scale", "found_inf")]
         for name, param in self.model.state_dict().items():
             found[name] = local(param.detach())
-        for name in self.params:
+        for name in self.named:
             for key, value in sorted(self.state_of(name).items()):
                 if not isinstance(value, Tensor):
                     found[f"{name} {key}"] = value
@@ -257,6 +270,11 @@ class Loop:
             found |= {f"group {number} {key}": value for key, value in group.items() if key in ("lr", "weight_decay")}
             found[f"group {number} step"] = group.get("step", 0)
         return found
+
+
+def usual(loop: Loop, at: int) -> None:
+    loop.backward(at)
+    loop.step()
 
 
 class Twin(Loop):
@@ -280,11 +298,11 @@ class Twin(Loop):
         self.sleep()
         if self.case.masters == "none" and not self.case.host:
             return
-        for name, param in self.params.items():
+        for name, param in self.named.items():
             shadow = local(param.detach()).clone()
             lower = self.case.masters != "none" and shadow.dtype is torch.bfloat16
             self.shadows[name] = nn.Parameter(shadow.float() if lower else shadow)
-        by_param = {param: name for name, param in self.params.items()}
+        by_param = {param: name for name, param in self.named.items()}
         before = self.optimizer
         groups = [{**g, "params": [self.shadows[by_param[one]] for one in g["params"]]} for g in before.param_groups]
         self.optimizer = self.case.made(groups)
@@ -299,7 +317,7 @@ class Twin(Loop):
             empty = [{**group, "params": [], "fused": fused, "foreach": None} for group in self.optimizer.param_groups]
             self.of_host = self.case.made(empty)
         rates, scheduled = [group["lr"] for group in before.param_groups], self.schedulers[0].state_dict()
-        self.schedulers = [_schedule(self.optimizer)]
+        self.schedulers = [schedule(self.optimizer)]
         self.schedulers[0].load_state_dict(scheduled)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -338,7 +356,7 @@ class Twin(Loop):
         self.sleep()
 
     def live_state(self, name: str) -> dict[str, Any]:
-        shadow = self.shadows.get(name, self.params[name])
+        shadow = self.shadows.get(name, self.named[name])
         return next((one.state[shadow] for one in self.optimizers() if shadow in one.state), {})
 
     def optimizers(self) -> list[Optimizer]:
@@ -350,7 +368,7 @@ class Twin(Loop):
         loss = closure() if closure is not None else None
         self.divide()
         for name, shadow in self.shadows.items():
-            param = self.params[name]
+            param = self.named[name]
             if self.case.masters == "none":
                 shadow.data.copy_(local(param.detach()))  # somebody may have written it
             grad = param.grad
@@ -359,7 +377,7 @@ class Twin(Loop):
             one.step()
         for name, shadow in self.shadows.items():
             if shadow.grad is not None:
-                low = local(self.params[name].detach())
+                low = local(self.named[name].detach())
                 new = rounded(self.case.masters, shadow.detach(), low.dtype) if low.dtype != shadow.dtype else shadow
                 low.copy_(new.detach())
         return loss
@@ -368,7 +386,7 @@ class Twin(Loop):
         return _Scaled(self) if self.shadows else self.optimizer
 
     def clear(self, *, set_to_none: bool = True) -> None:
-        for param in self.params.values() if self.shadows else ():
+        for param in self.params if self.shadows else ():
             if set_to_none:
                 param.grad = None
             elif param.grad is not None:
@@ -380,7 +398,7 @@ class Twin(Loop):
             return super().state_of(name)
         shadow = self.shadows[name]
         found = dict(self.live_state(name))
-        if found and shadow.dtype != self.params[name].dtype:
+        if found and shadow.dtype != self.named[name].dtype:
             found["master_param"] = shadow.detach()
         return found
 
@@ -433,7 +451,7 @@ class _Scaled(torch.optim.SGD):
     """Has the gradients of the parameters, for a GradScaler, and updates what the twin updates."""
 
     def __init__(self, twin: Twin) -> None:
-        super().__init__(twin.params.values(), lr=0.0)
+        super().__init__(twin.params, lr=0.0)
         self.twin = twin
 
     def step(self, closure: Any = None) -> Any:
@@ -483,7 +501,7 @@ def _collectives() -> int:
     return sum(group._get_sequence_number_for_group() for group in distributed_c10d._world.pg_map)
 
 
-def _schedule(optimizer: Optimizer) -> Any:
+def schedule(optimizer: Optimizer) -> Any:
     return torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 5)
 
 
@@ -495,6 +513,7 @@ def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, 
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
         patch.setattr(Loop, "waits", Waits(patch), raising=False)
+        of_small_pieces(patch)
         return _compare(case, device, habits)
 
 
@@ -523,6 +542,8 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
     finally:
         loop.finish_saving()
+        if case.deltas and is_offloaded(loop.optimizer):
+            seen["taken back"] += engine_of(loop.optimizer).guesses.rolled_back
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(folder)
     return []
@@ -557,6 +578,7 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
     if case.phases == "own":  # of each rank: no collective is in them
         run.phase(*PHASES[: (_rank() + at) % 4])
     habit(run, at)
+    run.follow()
     if case.phases == "own":
         run.phase(*PHASES[_rank() % 3 :])
     if case.phases == "between" and at % 2:

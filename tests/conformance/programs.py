@@ -10,19 +10,22 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.clipping import LOOKS
 from tests.conformance.axes import Case, legal
-from tests.conformance.oracle import ALWAYS, NEVER, PHASES, Loop, clip_by, whole
+from tests.conformance.oracle import ALWAYS, NEVER, PHASES, Loop, clip_by, usual, whole
 from tests.parity import leaves, local
 
 Habit = Callable[[Loop, int], None]
 
-
-def usual(loop: Loop, at: int) -> None:
-    loop.backward(at)
-    loop.step()
+LOOKS: list[Callable[[Any], torch.Tensor]] = [
+    lambda grad: grad.to_local(),
+    lambda grad: grad._local_tensor,
+    lambda grad: grad.full_tensor(),
+    lambda grad: grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim).to_local(),
+    lambda grad: torch.tensor([ord(letter) for letter in repr(grad)]),
+]
+"""Ways to look at a gradient, also past torch's functions."""
 
 
 def evaluate(loop: Loop, at: int) -> None:
@@ -103,7 +106,7 @@ def phases_in_backward(loop: Loop, at: int) -> None:
 
 
 def gradients(loop: Loop) -> list[torch.Tensor]:
-    return [param.grad for param in loop.params.values() if param.grad is not None]
+    return [param.grad for param in loop.params if param.grad is not None]
 
 
 def has_empty_shard(param: torch.nn.Parameter) -> bool:
@@ -118,7 +121,7 @@ def has_empty_shard(param: torch.nn.Parameter) -> bool:
 def clip_otherwise(loop: Loop, at: int) -> None:
     """By other norms, one by one, twice, in parts with norms of their own, and by a norm that is put together."""
     loop.backward(at)
-    limit, params = ALWAYS if at % 2 else NEVER, list(loop.params.values())
+    limit, params = ALWAYS if at % 2 else NEVER, loop.params
     if at % 6 == 0:
         loop.clip(limit, foreach=False)
     elif at % 6 == 1:
@@ -165,7 +168,7 @@ def scale_gradients(loop: Loop, at: int) -> None:
 def exchange_gradients(loop: Loop, at: int) -> None:
     """One is taken away or is another, or all of another backward come on top."""
     loop.backward(at)
-    param = list(loop.params.values())[at % 4]
+    param = loop.params[at % 4]
     if at % 3 == 0:
         param.grad = None
     elif at % 3 == 1 and param.grad is not None:
@@ -188,7 +191,7 @@ def look_at_parameters(loop: Loop, at: int) -> None:
         lambda param: getattr(param, "_local_tensor", param),  # as others read it, and not past what is watched
         whole,
     )
-    values = [ways[at % len(ways)](param) for param in loop.params.values()]
+    values = [ways[at % len(ways)](param) for param in loop.params]
     loop.seen += [local(value.detach()).double().sum().item() for value in values]
     loop.clip()
     loop.look()
@@ -202,7 +205,7 @@ def write_between(loop: Loop, at: int) -> None:
     loop.clip()
     if loop.case.overlap == "forward":
         loop.synchronize()
-    params = [param.detach() for param in loop.params.values()]
+    params = [param.detach() for param in loop.params]
     if at % 3 == 0:
         torch._foreach_mul_(params, 0.875)  # in bf16, the CPU's rounds a factor first, and the device's does not
     for param in params if at % 3 else ():
@@ -298,7 +301,7 @@ def closure(loop: Loop, at: int) -> None:
 
 
 def see_state(loop: Loop) -> None:
-    for name in loop.params:
+    for name in loop.named:
         for value in loop.state_of(name).values():
             if isinstance(value, torch.Tensor):
                 loop.seen += [leaf.double().cpu().sum().item() for leaf in leaves(value) if leaf.numel()]
@@ -315,7 +318,7 @@ def write_state(loop: Loop, at: int) -> None:
     loop.backward(at)
     values = [
         value
-        for name in list(loop.params)[at % 3 :: 3]
+        for name in list(loop.named)[at % 3 :: 3]
         for key, value in loop.state_of(name).items()
         if isinstance(value, torch.Tensor) and value.dim() and key != "master_param"
     ]
@@ -328,7 +331,7 @@ def write_state(loop: Loop, at: int) -> None:
 
 def replace_state(loop: Loop, at: int) -> None:
     """Other tensors in the place of some; and one parameter begins anew."""
-    names = list(loop.params)
+    names = list(loop.named)
     for name in names[at % 3 :: 3]:
         state = loop.live_state(name)
         for key, value in list(state.items()):
@@ -358,7 +361,7 @@ def write_parameters(loop: Loop, at: int) -> None:
     usual(loop, at)
     loop.synchronize()
     loop.finish_saving()
-    for number, param in enumerate(loop.params.values()):
+    for number, param in enumerate(loop.params):
         if number % 3 == 0:
             param.detach().mul_(0.99)
         elif number % 3 == 1:
@@ -371,7 +374,7 @@ def read_parameters(loop: Loop, at: int) -> None:
     """In every way that hands out their values."""
     usual(loop, at)
     loop.synchronize()
-    for param in loop.params.values():
+    for param in loop.params:
         for value in (param, param.detach(), param.data, copy.deepcopy(param)):
             loop.seen += [one.detach().double().sum().item() for one in (local(value), whole(value))]
 
@@ -380,7 +383,7 @@ def average(loop: Loop, at: int) -> None:
     """A mean of the parameters, that is evaluated with."""
     usual(loop, at)
     loop.synchronize()
-    params = [param.detach() for param in loop.params.values()]
+    params = [param.detach() for param in loop.params]
     mean = loop.kept.setdefault("mean", [param.clone() for param in params])
     torch._foreach_lerp_(mean, params, 0.3)
     loop.seen += [local(one).double().sum().item() for one in mean]
@@ -388,12 +391,12 @@ def average(loop: Loop, at: int) -> None:
 
 def freeze(loop: Loop, at: int) -> None:
     """For one step."""
-    names = list(loop.params)[at % 4 :: 4]
+    names = list(loop.named)[at % 4 :: 4]
     for name in names:
-        loop.params[name].requires_grad_(False)
+        loop.named[name].requires_grad_(False)
     usual(loop, at)
     for name in names:
-        loop.params[name].requires_grad_(True)
+        loop.named[name].requires_grad_(True)
 
 
 HABITS: dict[str, Habit] = {

@@ -1,5 +1,6 @@
 """Plain and offloaded training have the same bits on several ranks: every pair of the axes' values, in every layout."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,15 @@ SOME: dict[str, tuple[object, ...]] = {
 """Those for which it may matter that others hold the rest of a tensor."""
 
 
+DELTAS = [
+    Case(layout="uneven", overlap="iteration", clip="sometimes", dtype="bf16", masters="fp32", program=("usual",) * 7),
+    Case(layout="empty", overlap="iteration", clip="always", dtype="mixed", parameters=True, program=("usual",) * 7),
+    Case(layout="columns-2", dtype="bf16", save="sync", program=("usual", "write-parameters", *("usual",) * 5)),
+    Case(layout="even", optimizer="muon", dtype="mixed", program=("usual",) * 5),
+]
+"""For the quick tier, in which few pairs have them."""
+
+
 def axes_of(ranks: int, *, every: bool = False) -> dict[str, tuple[object, ...]]:
     layouts = tuple(name for name, layout in LAYOUTS.items() if layout.ranks == ranks)
     return {**AXES, **({} if every else SOME), "layout": layouts}
@@ -35,6 +45,8 @@ def axes_of(ranks: int, *, every: bool = False) -> dict[str, tuple[object, ...]]
 def run_pairs(rank: int, ranks: int, first: int, every: int) -> None:
     slow_updates()
     cases = all_pairs(axes_of(ranks), SOME_HABITS)[first::every]
+    if every > 2:
+        cases += [replace(case, deltas=True) for case in DELTAS]
     run_cases({str(case): partial(compare, case, this_device(), HABITS) for case in cases})
 
 

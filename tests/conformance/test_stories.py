@@ -14,8 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -29,10 +27,9 @@ from fsdp_offload.fsdp import fully_shard as fully_shard_compat
 from fsdp_offload.fsdp.dtensor import local_shard
 from tests import overlapping, parity
 from tests.async_writers import Reading, read_checkpoint
-from tests.clipping import ALWAYS, NEVER, clip, clipped_step, clipping, guesses_of, train
 from tests.conformance.axes import Case
+from tests.conformance.oracle import ALWAYS, NEVER, compare
 from tests.conformance.oracle import Loop as Run
-from tests.conformance.oracle import compare
 from tests.conformance.programs import usual
 from tests.overlapping import (
     EVERY_POLICY,
@@ -41,20 +38,15 @@ from tests.overlapping import (
     Net,
     adamw,
     assert_same_each_step,
-    look,
+    clipping,
+    guesses_of,
     on_host,
     pair,
     policy_of,
     same,
+    together,
 )
 from tests.parity import attach, make_pair, same_value
-
-
-def states_of(loop: Loop) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(loop.model),
-        "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer),
-    }
 
 
 class Checkpointed(Net):
@@ -101,14 +93,14 @@ def send(run: Run, at: int) -> None:
     usual(run, at)
     run.look()
     run.model.to("cpu").float()
-    assert all(param is run.params[name] for name, param in run.model.named_parameters())
+    assert all(param is run.named[name] for name, param in run.model.named_parameters())
 
 
 def give_up(run: Run, at: int) -> None:
     """Give up a step, as after an exception, and load what was there before it."""
     saved = run.copy()
     run.backward(at)
-    for param in run.params.values():
+    for param in run.params:
         param.grad = None
     run.restore(saved)
 
@@ -128,12 +120,12 @@ def fewer_reductions(run: Run, at: int) -> None:
 
 def exchange_and_freeze(run: Run, at: int) -> None:
     """Exchange state, also of a weight that gets no gradient, and shares buckets with others."""
-    for name in run.params:
+    for name in run.named:
         state = run.live_state(name)
         state["exp_avg_sq"] = state["exp_avg_sq"] * 2
-    run.params["blocks.1.up.weight"].requires_grad_(False)
+    run.named["blocks.1.up.weight"].requires_grad_(False)
     usual(run, at)
-    run.params["blocks.1.up.weight"].requires_grad_(True)
+    run.named["blocks.1.up.weight"].requires_grad_(True)
 
 
 ONCE = {one.__name__: one for one in (send, give_up, fewer_micro_batches, fewer_reductions, exchange_and_freeze)}
@@ -219,7 +211,7 @@ def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle:
         if in_a_cycle:
             one.optimizer.itself = one.optimizer
         one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.1)
-        one.scheduler = torch.optim.lr_scheduler.ConstantLR(one.optimizer)
+        one.schedulers[0] = torch.optim.lr_scheduler.ConstantLR(one.optimizer)
     attach(loop.optimizer, model=loop.model, policy=policy_of(POLICIES["iteration"]))
     assert same(plain.train(3, first=2), loop.train(3, first=2))
 
@@ -230,7 +222,7 @@ def test_another_optimizer_where_the_first_is_gone(mesh: DeviceMesh, in_a_cycle:
 @EVERY_POLICY
 def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], parameters: bool, removed: bool) -> None:
     """An optimizer that is let go is gone at once, as its memory is too much to wait for the collector."""
-    loop = train(Loop(mesh, adamw, policy_of(fields, parameters=parameters)), [NEVER] * 4)
+    loop = Loop(mesh, adamw, policy_of(fields, parameters=parameters)).train_clipped([NEVER] * 4)
     engine: Any = engine_of(loop.optimizer)
     parts = (engine, engine.plan, engine.core, engine.guesses, engine.guesses.ahead)
     gone = [weakref.ref(one) for one in parts if one is not None]
@@ -239,10 +231,10 @@ def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], para
     if removed:
         remove_offload(loop.optimizer)
     else:
-        del loop.optimizer, loop.scheduler
+        del loop.optimizer, loop.schedulers[0]
     assert not any(one() for one in gone)
     loop.backward(4)
-    look(loop)
+    loop.look()
 
 
 @EVERY_POLICY
@@ -269,13 +261,13 @@ LATE = "blocks.1.norm.bias"  # which shares a bucket with others
 
 
 def without_late(run: Run, at: int) -> None:
-    run.params[LATE].requires_grad_(False)
+    run.named[LATE].requires_grad_(False)
     usual(run, at)
 
 
 def give_state(where: str, run: Run, at: int) -> None:
     """By the user, at any point of the first step with its gradient."""
-    param = run.params[LATE].requires_grad_(True)
+    param = run.named[LATE].requires_grad_(True)
     values = {name: torch.full_like(param, 0.25).detach() for name in ("exp_avg", "exp_avg_sq")}
     state = {"step": torch.tensor(7.0), **values}
     if where == "before the forward":
@@ -319,33 +311,20 @@ def test_saves_and_more_parameters_between_backward_and_step_are_refused(mesh: D
     assert same(plain, loop)
 
 
-def test_a_load_between_backward_and_step_uses_up_the_gradients(mesh: DeviceMesh) -> None:
-    """A state dict that is loaded where the backward has updated: ``step()`` says so."""
-    loop = Loop(mesh, adamw, policy_of({"overlap": "iteration"})).train(3)
-    saved = copy.deepcopy(loop.optimizer.state_dict())
-    loop.backward(3)
-    new = [param.detach().clone() for param in loop.model.parameters()]
-    loop.optimizer.load_state_dict(saved)
-    with pytest.warns(UserWarning, match=r"go on with zero_grad\(\) and another backward"):
-        loop.optimizer.step()
-    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(new, loop.model.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("parameters", [False, True])
 def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters: bool) -> None:
     """zero_grad() instead of step(), as GANs call it, and a checkpoint that goes on from there."""
     plain, loop = pair(mesh, policy_of({"overlap": "iteration", "parameters": parameters}))
     for one in (plain, loop):
         one.train(3)
-    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    saved = loop.copy()
     loop.backward(3)
     match = r"zero_grad\(\) before step\(\).* cannot be skipped any more(.|\n)*GANs.*overlap='forward'"
     with pytest.raises(RuntimeError, match=match):
         loop.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"refused: zero_grad\(\) before step"):
         loop.step()
-    loop.model.load_state_dict(saved[0])
-    loop.optimizer.load_state_dict(saved[1])
+    loop.restore(saved)
     loop.optimizer.zero_grad()
     loop.seen.pop()
     assert same(plain.train(3, first=3), loop.train(3, first=3))
@@ -470,7 +449,7 @@ def test_a_gradient_that_was_not_cleared_stops_no_step_half_way(mesh: DeviceMesh
     for name, param in loop.model.named_parameters():
         if "blocks.0" not in name:
             param.grad = None
-    loop.scheduler.step()
+    loop.schedulers[0].step()
     plain.train(1, first=5)
     assert same(plain, loop)
     with pytest.raises(RuntimeError, match="used in the backward and freed"):
@@ -502,7 +481,7 @@ def test_after_a_refused_backward_a_checkpoint_trains_on(mesh: DeviceMesh) -> No
     """What the error says to do is enough: nothing of that backward is added to the next one's gradients."""
     plain, loop = pair(mesh, on_host({"overlap": "iteration"}))
     assert_same_each_step(plain, loop, 6)
-    states = copy.deepcopy(states_of(loop))
+    states = copy.deepcopy(loop.states())
     loop.backward(6)
     with pytest.raises(RuntimeError, match=r"a second backward before step\(\)"):
         loop.backward(7)
@@ -581,7 +560,7 @@ def set_by_hand(clips: bool, loop: Loop, step: int) -> None:
     for param in (tail.weight, tail.bias) if step % 3 else ():
         param.grad = torch.full_like(param, 0.1 * step)
     if clips:
-        clip(loop, NEVER)
+        loop.clip(NEVER)
     loop.step()
 
 
@@ -615,7 +594,7 @@ def test_the_checkpoint_of_cpu_offload(mesh: DeviceMesh, tmp_path: Path, monkeyp
     monkeypatch.setattr(overlapping, "fully_shard", partial(fully_shard, offload_policy=policy))
     held = Loop(mesh, adamw, None).train(3)
     for name, one in (("loop", loop), ("held", held)):
-        dcp.save(states_of(one), checkpoint_id=tmp_path / name)
+        dcp.save(one.states(), checkpoint_id=tmp_path / name)
     metadata, other = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("loop", "held"))
     assert metadata.state_dict_metadata == other.state_dict_metadata
     assert len(metadata.state_dict_metadata) > 50
@@ -688,18 +667,16 @@ class TwoOptimizers(Loop):
         super().step()
         self.second.zero_grad()
 
-    def everything(self) -> list[torch.Tensor]:
-        params = list(self.model.parameters())[1::2]
-        return [*super().everything(), *(self.second.state[param]["momentum_buffer"].to_local() for param in params)]
+    def everything(self) -> dict[str, Any]:
+        momenta = {f"{name} momentum": self.second.state.get(param) for name, param in self.named.items()}
+        return super().everything() | momenta
 
 
 def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
     """By one norm over the parameters of both."""
     plain, loop = TwoOptimizers(mesh, None), TwoOptimizers(mesh, clipping())
-    for at in range(12):
-        for each in (plain, loop):
-            clipped_step(each, at, ALWAYS if at == 7 else NEVER)
-        assert same(plain, loop), at
+    for at, each in together((plain, loop), 12):
+        each.clipped_step(at, ALWAYS if at == 7 else NEVER)
     engines = [vars(optimizer)["_offload_engine"].engine for optimizer in (loop.optimizer, loop.second)]
     assert [engine.guesses.rolled_back for engine in engines] == [1, 1]
 
@@ -708,13 +685,11 @@ def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
 def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
     """Without ``error_if_nonfinite``: what plain training makes of them."""
     loops = pair(mesh, clipping(), net=partial(Net, width=16, layers=2))
-    for at in range(9):
-        for loop in loops:
-            loss = loop.model(loop.batch(at))
-            (loss * (math.nan if at == 6 else 1.0)).backward()
-            clip(loop, NEVER, foreach=foreach)
-            loop.step()
-        assert same(*loops), at
+    for at, loop in together(loops, 9):
+        loss = loop.model(loop.batch(at))
+        (loss * (math.nan if at == 6 else 1.0)).backward()
+        loop.clip(NEVER, foreach=foreach)
+        loop.step()
     assert guesses_of(loops[1]).rolled_back
 
 
@@ -769,7 +744,7 @@ def test_writes_between_backward_and_step_are_refused(
 @pytest.mark.parametrize("clips", [False, True])
 def test_weights_written_through_a_view_that_is_older_are_refused(mesh: DeviceMesh, clips: bool) -> None:
     """As nobody is told of that, and take-back would lose it; whether the loop clips or not."""
-    loop = train(Loop(mesh, adamw, clipping()), [NEVER] * 4) if clips else Loop(mesh, adamw, clipping()).train(4)
+    loop = Loop(mesh, adamw, clipping()).train_clipped([NEVER] * 4) if clips else Loop(mesh, adamw, clipping()).train(4)
     view = local_shard(loop.model.head.weight)
     loop.backward(4)
     with torch.no_grad():
@@ -839,17 +814,6 @@ def test_a_penalty_on_weights_on_the_host_is_refused(mesh: DeviceMesh, fields: d
         loss.backward()
 
 
-def test_an_optimizer_that_is_built_behind_an_evaluation(mesh: DeviceMesh) -> None:
-    """The root is still gathered then, and plain training would update what the next forward forgets."""
-    loop = Loop(mesh, adamw, None)
-    with torch.no_grad():
-        loop.model(loop.batch(0))
-    with pytest.raises(ValueError, match=r"call model\.reshard\(\) before"):
-        attach(adamw(list(loop.model.parameters())), model=loop.model)
-    loop.model.reshard()  # type: ignore[operator]
-    attach(adamw(list(loop.model.parameters())), model=loop.model)
-
-
 @EVERY_POLICY
 def test_updates_and_loads_really_begin_in_the_backward(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
     loop = Loop(mesh, adamw, policy_of(fields)).train(3)
@@ -917,15 +881,13 @@ def test_a_load_between_backward_and_step_while_homes_are_read(mesh: DeviceMesh)
     plain, offloaded = pair(mesh, policy_of({"overlap": "iteration"}, snapshot_bytes=1 << 20))
     for loop in (plain, offloaded):
         loop.train(3)
-        weights = {name: value.detach().clone() for name, value in loop.model.state_dict().items()}
-        saved = copy.deepcopy(loop.optimizer.state_dict())
+        saved = loop.copy()
         engine = engine_of(loop.optimizer)
         if engine is not None:
             engine.wait_all_home()
             engine.lending.lend(Reading(), [shard.home for shard in engine.plan.shards.values()])
         loop.backward(3)
-        loop.model.load_state_dict(weights)
-        loop.optimizer.load_state_dict(saved)
+        loop.restore(saved)
         loop.optimizer.zero_grad()
     assert same(plain.train(4, first=4), offloaded.train(4, first=4))
 

@@ -1,8 +1,7 @@
 """With updates in the backward: what loops do between forward, backward and ``step()`` has the bits of plain training,
 or an error."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -22,8 +21,8 @@ from fsdp_offload.engine.engine import Engine
 from fsdp_offload.engine.groups import ParamGroups
 from fsdp_offload.engine.homes import Plan, Turning
 from fsdp_offload.fsdp.homed import ShardedParameter
-from tests.clipping import ALWAYS, NEVER, clipped_step, clipping, guesses_of
-from tests.overlapping import Loop, Net, adamw, attach, pair, policy_of, same
+from tests.conformance.oracle import ALWAYS, NEVER
+from tests.overlapping import Loop, Net, adamw, attach, clipping, guesses_of, pair, policy_of, same, together
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -63,16 +62,14 @@ def test_weights_written_after_the_forward(
 ) -> None:
     """The step is taken back, to parameters that the forward has not seen."""
     loops = pair(mesh, clipping(parameters=parameters, bucket_bytes=8192), net=small_net)
-    for at in range(8):
-        for loop in loops:
-            with torch.enable_grad():
-                loss = loop.model(loop.batch(at))
-            if at == 6:
-                write(loop.params)
-            loss.backward()
-            (clip_grad_norm_ if loop is loops[1] else _clip_plain)(loop.optimizer, ALWAYS if at == 6 else NEVER)
-            loop.step()
-        assert same(*loops), at
+    for at, loop in together(loops, 8):
+        with torch.enable_grad():
+            loss = loop.model(loop.batch(at))
+        if at == 6:
+            write(loop.params)
+        loss.backward()
+        (clip_grad_norm_ if loop is loops[1] else _clip_plain)(loop.optimizer, ALWAYS if at == 6 else NEVER)
+        loop.step()
     assert guesses_of(loops[1]).rolled_back == 1
 
 
@@ -89,47 +86,41 @@ def test_weights_written_before_the_step(
 ) -> None:
     """A loop that does so from the first step on is learnt; one that begins late is told."""
     loops = pair(mesh, clipping(parameters=parameters, bucket_bytes=8192), net=small_net)
-    for at in range(7):
-        for loop in loops:
-            with torch.enable_grad():
-                loop.backward(at)
-            if always or at == 5:
-                write(loop.params)
-            if loop is loops[1] and at == 5 and not always:
-                with pytest.raises(RuntimeError, match="has been written since then"):
-                    loop.step()
-                return
-            loop.step()
-        assert same(*loops), at
+    for at, loop in together(loops, 7):
+        with torch.enable_grad():
+            loop.backward(at)
+        if always or at == 5:
+            write(loop.params)
+        if loop is loops[1] and at == 5 and not always:
+            with pytest.raises(RuntimeError, match="has been written since then"):
+                loop.step()
+            return
+        loop.step()
 
 
 def test_a_removal_before_the_step_lets_go_of_gradients(mesh: DeviceMesh) -> None:
     """They persist, and the next attachment has to see that torch clips them."""
     policy = clipping(bucket_bytes=8192)
     loops = pair(mesh, policy, net=small_net)
-    for at in range(6):
-        for loop in loops:
-            loop.backward(at)
-            if loop is loops[1] and at == 0:
-                remove_offload(loop.optimizer)
-            nn.utils.clip_grad_norm_(loop.params, 1e-2)
-            loop.optimizer.step()
-            loop.optimizer.zero_grad(set_to_none=False)
-            if loop is loops[1] and at == 0:
-                offload_optimizer(loop.optimizer, model=loop.model, policy=policy)
-        assert same(*loops), at
+    for at, loop in together(loops, 6):
+        loop.backward(at)
+        if loop is loops[1] and at == 0:
+            remove_offload(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.params, 1e-2)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+        if loop is loops[1] and at == 0:
+            offload_optimizer(loop.optimizer, model=loop.model, policy=policy)
 
 
 def test_a_removal_leaves_no_stand_ins(mesh: DeviceMesh) -> None:
     loops = pair(mesh, clipping(parameters=True, bucket_bytes=8192), net=small_net)
-    for at in range(6):
-        for loop in loops:
-            loop.backward(at)
-            loop.optimizer.step()
-            if loop is loops[1] and at == 3:
-                remove_offload(loop.optimizer)
-            loop.optimizer.zero_grad(set_to_none=at <= 2)
-        assert same(*loops), at
+    for at, loop in together(loops, 6):
+        loop.backward(at)
+        loop.optimizer.step()
+        if loop is loops[1] and at == 3:
+            remove_offload(loop.optimizer)
+        loop.optimizer.zero_grad(set_to_none=at <= 2)
 
 
 @pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
@@ -160,7 +151,7 @@ def test_a_step_fails_behind_a_backward_that_guessed_nothing(mesh: DeviceMesh, m
     # Not room for all, which one update might join.
     loop = Loop(mesh, adamw, clipping(bucket_bytes=2048, device_bytes=8192), net=small_net)
     for at in range(4):
-        clipped_step(loop, at, NEVER)
+        loop.clipped_step(at, NEVER)
     loop.optimizer.param_groups[0]["weight_decay"] = 0.0
     loop.backward(4)
     clip_grad_norm_(loop.optimizer, NEVER)
@@ -177,41 +168,33 @@ def test_a_step_fails_behind_a_backward_that_guessed_nothing(mesh: DeviceMesh, m
         loop.optimizer.step()
 
 
-@pytest.mark.parametrize("overlap", ["step", "iteration"])
-def test_an_interrupt_behind_the_last_update(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str) -> None:
-    """The step has been made, and training goes on from it."""
-    loops = pair(mesh, clipping(overlap=overlap, bucket_bytes=8192), net=small_net)
-    for at in range(8):
-        for loop in loops:
-            loop.backward(at)
-            if loop is loops[1] and at > 3:
-                monkeypatch.setattr(Engine, "_measure", Mock(side_effect=KeyboardInterrupt))
-                with pytest.raises(KeyboardInterrupt):
-                    loop.optimizer.step()
-                monkeypatch.undo()
-            else:
-                loop.optimizer.step()
-            loop.optimizer.zero_grad()
-        assert same(*loops), at
-
-
-@pytest.mark.parametrize("overlap", ["forward", "iteration"])
-def test_an_interrupt_at_the_end_of_a_step_leaves_it_complete(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, overlap: str
+@pytest.mark.parametrize(
+    ("where", "overlap", "bucket_bytes", "interrupted"),
+    [
+        *(((Engine, "_measure"), overlap, 8192, range(4, 8)) for overlap in ("step", "iteration")),
+        *(((Timeline, "end"), overlap, 2048, (4, 6)) for overlap in ("forward", "iteration")),
+    ],
+)
+def test_an_interrupt_behind_the_last_update(
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    where: tuple[type, str],
+    overlap: str,
+    bucket_bytes: int,
+    interrupted: Sequence[int],
 ) -> None:
-    plain, loop = pair(mesh, clipping(overlap=overlap, bucket_bytes=2048), net=small_net)
-    for at in range(9):
-        for one in (plain, loop):
-            one.backward(at)
-        plain.optimizer.step()
-        with monkeypatch.context() as patch:
-            if at in (4, 6):
-                patch.setattr(Timeline, "end", Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt) if at in (4, 6) else nullcontext():
+    """The step has been made, and training goes on from it."""
+    loops = pair(mesh, clipping(overlap=overlap, bucket_bytes=bucket_bytes), net=small_net)
+    for at, loop in together(loops, 9):
+        loop.backward(at)
+        if loop is loops[1] and at in interrupted:
+            monkeypatch.setattr(*where, Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
                 loop.optimizer.step()
-        for one in (plain, loop):
-            one.optimizer.zero_grad()
-        assert same(plain, loop), at
+            monkeypatch.undo()
+        else:
+            loop.optimizer.step()
+        loop.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("where", [(Core, "_hold"), (Cache, "changed")], ids=lambda where: where[1])
@@ -270,7 +253,7 @@ def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch:
     """Half of them are, which nothing takes back."""
     loop = Loop(mesh, adamw, clipping(bucket_bytes=8192), net=small_net)
     for at in range(4):
-        clipped_step(loop, at, NEVER)
+        loop.clipped_step(at, NEVER)
     loop.backward(4)
     clip_grad_norm_(loop.optimizer, NEVER)
     monkeypatch.setattr(Turning, "move_parameters", Mock(side_effect=KeyboardInterrupt))

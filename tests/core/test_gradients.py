@@ -13,7 +13,7 @@ from fsdp_offload.core.loop import REDUCTIONS_BEHIND
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.groups import ParamGroups
 from fsdp_offload.engine.hooks import ModelHooks
-from tests.overlapping import Loop, adamw, look, same
+from tests.overlapping import Loop, adamw, same
 from tests.parity import local
 
 
@@ -42,7 +42,7 @@ def backward(loop: Loop, step: int) -> None:
 
 
 def evaluate(loop: Loop, step: int) -> None:
-    look(loop)
+    loop.look()
 
 
 def freeze(loop: Loop, step: int) -> None:
@@ -130,7 +130,7 @@ def test_a_loop_goes_on_from_a_checkpoint(mesh: DeviceMesh, loops: tuple[Loop, L
     ours = made(mesh, offloaded=True)
     ours.model.load_state_dict(plain.model.state_dict())
     ours.optimizer.load_state_dict(plain.optimizer.state_dict())
-    ours.scheduler.load_state_dict(plain.scheduler.state_dict())
+    ours.schedulers[0].load_state_dict(plain.schedulers[0].state_dict())
     ours.seen = [*plain.seen]
     for step in range(3, 6):
         for loop in (plain, ours):

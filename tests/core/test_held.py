@@ -22,7 +22,7 @@ from fsdp_offload.core import loop as core_loop
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.gradients import is_spent
-from tests.clipping import NEVER, clip
+from tests.conformance.oracle import NEVER
 from tests.overlapping import Loop, Net, adamw, pair, same
 from tests.parity import leaves
 
@@ -192,7 +192,7 @@ def test_what_is_held_changes_in_step_only(mesh: DeviceMesh, take: Any, *, param
 
     def step(at: int) -> None:
         if clips:
-            clip(loop, NEVER)
+            loop.clip(NEVER)
         loop.step()
 
     for at in range(4):
@@ -253,7 +253,7 @@ def test_a_stager_that_reads_after_its_call_has_returned(
         for each in (plain, loop):
             each.backward(at)
             if clips:
-                clip(each, NEVER)
+                each.clip(NEVER)
         stager.may_begin.set()
         if at > 3:
             found = copies_of(staged.result())
@@ -394,7 +394,7 @@ def test_threads_that_read(mesh: DeviceMesh, overlap: str, *, parameters: bool, 
             for each in (plain, loop):
                 each.backward(at)
                 if clips:
-                    clip(each, NEVER)
+                    each.clip(NEVER)
                 if each is loop:
                     reader.clock += 1
                 each.step()
@@ -519,7 +519,7 @@ def test_a_reader_of_a_step_that_waits_for_it_gets_the_new_state(mesh: DeviceMes
     for each in (plain, loop):
         for at in range(5):
             each.backward(at)
-            clip(each, NEVER)
+            each.clip(NEVER)
             if at < 4:
                 each.step()
     engine = engine_of(loop.optimizer)
@@ -527,7 +527,8 @@ def test_a_reader_of_a_step_that_waits_for_it_gets_the_new_state(mesh: DeviceMes
     assert engine.guesses.made
     found: list[Tensor] = []
     reader = threading.Thread(
-        target=lambda: found.append(loop.optimizer.state[loop.params[0]]["exp_avg"].to_local().clone()), daemon=True
+        target=lambda: found.append(loop.optimizer.state[loop.params[0]]["exp_avg"].to_local().clone()),
+        daemon=True,
     )
     reader.start()
     for each in (plain, loop):

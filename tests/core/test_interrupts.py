@@ -4,6 +4,7 @@ A line is drawn of those that an iteration of training, or another call, runs. `
 Ctrl-C does in a notebook, where training goes on afterwards.
 """
 
+import copy
 import gc
 import os
 import random
@@ -26,8 +27,8 @@ from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp import homed
 from tests.core.test_step_ends import LEARNT, look
-from tests.overlapping import Loop, adamw, same_values
-from tests.parity import leaves
+from tests.overlapping import Loop, adamw
+from tests.parity import leaves, same_value
 
 OURS = str(Path(fsdp_offload.__file__).parent)
 WARM, BEHIND = 5, 3
@@ -133,7 +134,7 @@ def test_an_interrupt_leaves_all_of_a_step_or_nothing_or_says_so(mesh: DeviceMes
     counted = Loop(mesh, adamw, fields).train(WARM, iterate)
     with Interrupted() as counting:
         iterate(counted, WARM)
-    assert same_values(values(counted), kept[1])
+    assert same_value(values(counted), kept[1])
     rng, outcomes = random.Random(policy + name), []
     for _ in range(TRIALS):
         interrupted = Interrupted(rng.randrange(1, counting.lines))
@@ -156,7 +157,7 @@ def check(
         plain = Loop(mesh, adamw, None).train(WARM + side, plainly)
         loop.train(BEHIND, iterate, WARM + 1)
         plain.train(BEHIND, plainly, WARM + 1)
-        assert same_values(values(loop), values(plain)), f"{interrupted.where}: other bits later"
+        assert same_value(values(loop), values(plain)), f"{interrupted.where}: other bits later"
     return outcome
 
 
@@ -196,7 +197,7 @@ def left_by(
     assert not {name: pair for name, pair in other.items() if name not in LEARNT | INTERRUPTED}, where
     if engine.failure:  # what the next step() says
         return "said"
-    sides = [same_values(found, side) for side in kept]
+    sides = [same_value(found, side) for side in kept]
     assert any(sides), f"{where}: neither the state before the step nor behind it"
     return ("before", "behind")[sides.index(True)]
 
@@ -234,10 +235,7 @@ def test_an_interrupt_between_steps_changes_nothing_or_all_of_it(
         if call is attach:
             return Loop(mesh, adamw, None).train(WARM, usual), fields
         loop = Loop(mesh, adamw, fields).train(WARM - 2, usual)
-        saved = loop.optimizer.state_dict()
-        saved["state"] = {
-            key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()
-        }
+        saved = copy.deepcopy(loop.optimizer.state_dict())
         return loop.train(2, usual, WARM - 2), saved
 
     loop, argument = prepared()
@@ -252,12 +250,12 @@ def test_an_interrupt_between_steps_changes_nothing_or_all_of_it(
         if engine is not None and engine.failure:
             continue
         found, params = values(loop), len(loop.params)
-        if call is load and same_values(found[params:], sides[WARM - 3][params:]):
-            assert same_values(found[:params], sides[WARM - 1][:params]), interrupted.where
+        if call is load and same_value(found[params:], sides[WARM - 3][params:]):
+            assert same_value(found[:params], sides[WARM - 1][:params]), interrupted.where
             continue
-        assert same_values(found, sides[WARM - 1]), interrupted.where
+        assert same_value(found, sides[WARM - 1]), interrupted.where
         loop.train(BEHIND, usual, WARM)
-        assert same_values(values(loop), sides[-1]), f"{interrupted.where}: other bits later"
+        assert same_value(values(loop), sides[-1]), f"{interrupted.where}: other bits later"
 
 
 def test_parameters_stay_where_they_were_if_attaching_is_interrupted(
@@ -279,4 +277,4 @@ def test_parameters_stay_where_they_were_if_attaching_is_interrupted(
             attach(loop, OffloadPolicy(overlap="iteration", parameters=True))
     assert not is_offloaded(loop.optimizer)
     assert not any(map(homed.is_homed, loop.params))
-    assert same_values(values(loop.train(2, usual, 2)), values(plain.train(2, usual, 2)))
+    assert same_value(values(loop.train(2, usual, 2)), values(plain.train(2, usual, 2)))

@@ -229,7 +229,7 @@ def test_an_interrupt_while_room_is_divided_has_it_divided_again(
     for module in loop.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    steps = loop.scheduler.last_epoch
+    steps = loop.schedulers[0].last_epoch
     assert model.core.curve.room_bytes
     assert same(plain.train(steps), loop)
     assert same(plain.train(4, first=steps), loop.train(4, first=steps))

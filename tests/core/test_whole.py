@@ -322,7 +322,7 @@ STATE = OffloadPolicy(bucket_bytes=1024)
 def exchange(run: Run, at: int) -> None:
     """Parameters exchange their state."""
     HABITS["usual"](run, at)
-    state, one, other = run.optimizer.state, run.params["extra.up.weight"], run.params["blocks.1.up.weight"]
+    state, one, other = run.optimizer.state, run.named["extra.up.weight"], run.named["blocks.1.up.weight"]
     state[one], state[other] = state[other], state[one]
 
 
@@ -449,7 +449,7 @@ def test_what_lives_on_the_host(mesh: DeviceMesh, kind: str, homes: set[str], le
 
 def test_the_first_state_leaves_the_devices_allocator(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, emptied = lone(mesh, "growing", STATE), list[int]()  # once: activations would not fit what is left there
-    monkeypatch.setattr(DeviceLink, "empty_cache", lambda link: emptied.append(loop.scheduler.last_epoch))
+    monkeypatch.setattr(DeviceLink, "empty_cache", lambda link: emptied.append(loop.schedulers[0].last_epoch))
     loop.train(3)
     assert emptied == [0]
 
@@ -547,7 +547,7 @@ def test_state_by_name(mesh: DeviceMesh) -> None:
         assert not list(not_the_same(wanted, state))
     fresh.model.load_state_dict(copy.deepcopy(loop.model.state_dict()))
     set_optimizer_state_dict(fresh.model, fresh.optimizer, copy.deepcopy(state))
-    fresh.scheduler.load_state_dict(loop.scheduler.state_dict())
+    fresh.schedulers[0].load_state_dict(loop.schedulers[0].state_dict())
     fresh.seen = [*loop.seen]
     assert same(plain.train(2, first=3), fresh.train(2, first=3))
     made = lone(mesh, "coupled", STATE)

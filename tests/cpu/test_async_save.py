@@ -4,8 +4,6 @@ Real ``dcp.async_save`` and real files. Writers are held until the library waits
 that each save overlaps with as much training as it ever can, and a home that is written too early is in the file.
 """
 
-import copy
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -490,15 +488,6 @@ def test_ragged_shards_are_staged_with_their_chunks(tmp_path: Path, mesh: Device
     assert torch.equal(found["ragged"], whole)
     metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert len(metadata["ragged"].chunks) == len(chunks_of(saved).chunks) == 8
-
-
-@pytest.mark.parametrize("dump", [pickle.dumps, copy.deepcopy, copy.copy], ids=["pickle", "deepcopy", "copy"])
-def test_another_process_is_refused(dump: Callable[[object], object]) -> None:
-    """``AsyncCheckpointerType.PROCESS`` pickles what it is given."""
-    training = trained(POLICY)
-    staged = ArenaStager(training.optimizer).stage(training.state())
-    with pytest.raises(TypeError, match=r"lends memory of this process.*AsyncCheckpointerType.THREAD, or .*Default"):
-        dump(staged)
 
 
 def test_neither_arena_nor_buffer_grows(tmp_path: Path) -> None:

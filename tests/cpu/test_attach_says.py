@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
@@ -183,19 +183,3 @@ def test_an_option_without_effect_is_warned_of_once(policy: dict[str, Any], mess
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         take_step(optimizer)
-
-
-def test_options_with_an_effect_are_not() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "offload_optimizer: The parameters are on the CPU")
-        offload_optimizer(adamw(), policy={"snapshot_bytes": 1 << 16})
-        offload_optimizer(adamw(), policy={"host_fraction": 1.0})
-
-
-@pytest.mark.parametrize("overlap", ["forward", "iteration"])
-def test_one_group_hides_nothing(mesh: DeviceMesh, overlap: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard(model, mesh=mesh)
-    with pytest.warns(UserWarning, match=f"overlap='{overlap}' hides nothing: .* Apply fully_shard to each block"):
-        offload_optimizer(optim.AdamW(model.parameters()), model=model, policy={"overlap": overlap})

@@ -5,13 +5,11 @@ import math
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,12 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_offload.checkpoint import Chunk, ShardChunks, ShardTensor, chunks_of, with_chunks
 from fsdp_offload.checkpoint.chunks import Cut, contiguous_strides, cut_chunks, ragged_chunks
 from fsdp_offload.fsdp.dtensor import local_shard, over_local
+from tests.process_groups import process_group
 
 Shape = tuple[int, ...]
 
@@ -175,7 +173,7 @@ def test_what_has_no_chunks_is_refused():
 
 
 def test_a_rank_outside_the_mesh_has_no_chunks():
-    with fake_ranks(rank=2, world_size=3):
+    with process_group("fake", rank=2, world_size=3):
         mesh = DeviceMesh("cpu", [0, 1])
         assert chunks_of(dtensor(mesh, (Shard(0),), (4, 3))) == ShardChunks((4, 3), (0,), ())
 
@@ -293,7 +291,7 @@ class NoOperations(TorchDispatchMode):
     "placements", [(Shard(0), Shard(0)), (_StridedShard(0, split_factor=64), Shard(0)), (Replicate(), Shard(1))]
 )
 def test_no_tensor_no_collective_and_no_list_of_rows(placements: tuple[Placement, ...]):
-    with fake_ranks(rank=777, world_size=16_384):
+    with process_group("fake", rank=777, world_size=16_384):
         mesh = init_device_mesh("cpu", (256, 64))
         tensor = dtensor(mesh, placements, (10**12, 64))
         cut_chunks.cache_clear()
@@ -308,25 +306,15 @@ def test_no_tensor_no_collective_and_no_list_of_rows(placements: tuple[Placement
 
 
 def test_all_state_of_a_parameter_shares_one_answer():
-    with fake_ranks(rank=3, world_size=8):
+    with process_group("fake", rank=3, world_size=8):
         param = dtensor(init_device_mesh("cpu", (8,)), (Shard(0),), (1000, 3))
         assert chunks_of(param) is chunks_of(over_local(param, torch.empty(125, 3, dtype=torch.bfloat16)))
-
-
-@contextmanager
-def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of many, with collectives that do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def all_ranks(mesh_shape: Shape, names: tuple[str, ...] | None = None) -> Iterator[tuple[DeviceMesh, Shape]]:
     """The mesh as every rank sees it, one after the other."""
     for rank, coordinate in enumerate(coordinates(mesh_shape)):
-        with fake_ranks(rank, math.prod(mesh_shape)):
+        with process_group("fake", rank, math.prod(mesh_shape)):
             yield init_device_mesh("cpu", mesh_shape, mesh_dim_names=names), coordinate
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import importlib
-import io
-import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -54,15 +52,6 @@ def give_gradients(run: Run, step: int = 1) -> None:
     run.loss(step).backward()
 
 
-def test_what_is_not_offloaded_or_no_optimizer_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="this AdamW is not offloaded"):
-        remove_offload(torch.optim.AdamW(Net().parameters()))
-    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Net"):
-        offload_optimizer(Net())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Mo"):
-        offload_optimizer(torch.optim.AdamW(Net().parameters()), model=[Net()])  # type: ignore[arg-type]
-
-
 def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(Net, torch.optim.AdamW, policy=None)
     last, real = pair.offloaded.model.last, torch.Tensor.device.__get__
@@ -72,21 +61,6 @@ def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match=r"first on cpu, last on cuda:1\. Use one optimizer for each"):
             pair.attach(POLICY, with_model=True)
     pair.train(2)
-
-
-@pytest.mark.parametrize(
-    "make_copy",
-    [copy.copy, copy.deepcopy, pickle.dumps, lambda optimizer: torch.save(optimizer, io.BytesIO())],
-    ids=["copy", "deepcopy", "pickle", "torch.save"],
-)
-def test_a_copy_is_refused_while_offloaded(make_copy: Callable[[Optimizer], object]) -> None:
-    pair = pair_of()
-    message = r"OffloadedAdamW cannot be copied .*state_dict\(\), or call remove_offload\(\)"
-    with pytest.raises(TypeError, match=message):
-        make_copy(pair.offloaded.optimizer)
-    pair.train(1)
-    pair.detach()
-    make_copy(pair.offloaded.optimizer)
 
 
 def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:

@@ -387,12 +387,3 @@ def test_optimizers_that_cannot_run_on_masters_are_refused(cls: type[optim.Optim
     with pytest.raises(ValueError, match=f"add_masters .*{cls.__name__} is not one of them"):
         add_masters(optimizer)
     assert type(optimizer) is cls
-
-
-def test_remainders_of_fp16_and_other_kinds_are_refused() -> None:
-    params = {"low": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), "of_fp16": nn.Parameter(torch.ones(3).half())}
-    with pytest.raises(ValueError, match=r"'remainder'.*1 parameters are fp16 \(of_fp16\).*'fp32'"):
-        add_masters(adamw(params.items()), "remainder")
-    for value in ("none", "bf16", "", True, None, 32):
-        with pytest.raises(ValueError, match=r"kind must be one of .*'remainder', 'fp32'"):
-            add_masters(adamw(Net().parameters()), value)  # type: ignore[arg-type]

@@ -349,7 +349,7 @@ def test_an_optimizer_that_is_dropped_behind_a_backward_is_named(
     loss = loop.model(loop.batch(41))
     loop.backward(40)
     assert engine_of(loop.optimizer).core.done
-    loop.optimizer = loop.scheduler = None  # type: ignore[assignment]
+    loop.optimizer = loop.schedulers[0] = None  # type: ignore[assignment]
     gc.collect()
     if clears:
         loop.model.zero_grad()

@@ -473,27 +473,6 @@ def test_a_whole_class_without_state_gets_it_from_torchs_getter(tmp_path: Path) 
     assert all(map(torch.equal, one.weights(), other.weights()))
 
 
-def test_plain_tensors_for_sharded_state() -> None:
-    script = Script(attach=True)
-    script.train()
-    saved = script.optimizer.state_dict()
-    for state in saved["state"].values():
-        for name, value in state.items():
-            if value.dim():
-                state[name] = value.full_tensor().clone()
-    before = script.weights()
-    with pytest.raises(ValueError, match=r"got a plain tensor of shape \(.*set_optimizer_state_dict"):
-        script.optimizer.load_state_dict(saved)
-    assert all(map(torch.equal, before, script.weights()))
-    names = [name for name, _ in script.model.named_parameters()]
-    full = {
-        "state": {names[number]: state for number, state in saved["state"].items()},
-        "param_groups": [{**group, "params": [names[n] for n in group["params"]]} for group in saved["param_groups"]],
-    }
-    ours.set_optimizer_state_dict(script.model, script.optimizer, full)
-    script.train()
-
-
 # Remedies that reach where they are needed ----------------------------------------------------------------------------
 
 

@@ -148,13 +148,6 @@ def test_a_loop_whose_updates_wait_for_the_step_is_told_why(mesh: DeviceMesh, cl
 # Notes ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_larger_than_what_may_pass_is_noted() -> None:
-    """Muon keeps matrices whole."""
-    matrix = nn.Parameter(torch.ones(64, 64))
-    with pytest.warns(UserWarning, match="One update needs 16384 bytes of the device, more than device_bytes=8192"):
-        offload_optimizer(torch.optim.Muon([matrix]), policy=replace(POLICY, device_bytes=8192))
-
-
 def test_an_offload_that_moves_nothing_says_so() -> None:
     with pytest.warns(UserWarning, match="NOTHING IS OFFLOADED: all of the state fits into device_bytes"):
         optimizer = offloaded(replace(POLICY, device_bytes=1 << 20))

@@ -1,5 +1,6 @@
 """What ``weight_deltas`` hands out, and what it refuses, case by case; random programs are in ``tests/conformance``."""
 
+import copy
 import gc
 import pickle
 import threading
@@ -129,10 +130,7 @@ def test_behind_a_failed_step_all_is_handed_out_that_it_may_have_changed(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(mesh, slow, policy_of({}), net=half).train(2)
-    deltas, saved = weight_deltas(loop.optimizer), loop.optimizer.state_dict()
-    saved = {"state": {k: {n: v.clone() for n, v in s.items()} for k, s in saved["state"].items()}} | {
-        "param_groups": saved["param_groups"]
-    }
+    deltas, saved = weight_deltas(loop.optimizer), copy.deepcopy(loop.optimizer.state_dict())
     before = bits_of(loop)
     with monkeypatch.context() as patch:
         fail_in_bucket(patch, 3)
@@ -213,13 +211,8 @@ def test_what_it_refuses(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="is not offloaded; call offload_optimizer"):
         weight_deltas(loop.optimizer)
     attach(loop.optimizer)
-    with pytest.raises(ValueError, match=r"Call offload_optimizer\(optimizer, model=model\)"):
-        weight_deltas(loop.optimizer)
-    on_host = Loop(mesh, adamw, policy_of({}, host_fraction=0.5))
-    with pytest.raises(ValueError, match=r"Use OffloadPolicy\(host_fraction=0\)"):
-        weight_deltas(on_host.optimizer)
     with pytest.raises(RuntimeError, match="holds 2 optimizers; give one at a time"):
-        weight_deltas([loop.optimizer, on_host.optimizer])  # type: ignore[arg-type]
+        weight_deltas([loop.optimizer, attach(slow(loop.params))])  # type: ignore[arg-type]
     whole = Loop(mesh, lambda params: Unlisted(params, lr=0.01), policy_of({}))
     with pytest.raises(ValueError, match="Unlisted moves as a whole"):
         weight_deltas(whole.optimizer)

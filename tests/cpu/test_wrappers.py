@@ -53,14 +53,6 @@ def wrap(request: pytest.FixtureRequest) -> Any:
     return {"lightning": lightnings, "fabric": fabrics}[request.param]
 
 
-def test_a_plain_optimizer_is_told_from_an_offloaded_one() -> None:
-    optimizer = adamw().plain.optimizer
-    assert not is_offloaded(optimizer)
-    with pytest.raises(RuntimeError, match=r"this AdamW is not offloaded; call offload_optimizer\(\) first"):
-        offload_report(optimizer)
-    fsdp_offload.synchronize(optimizer)  # nothing is under way
-
-
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_a_wrapper_is_looked_through(wrap: Any, wrapped_first: bool) -> None:
     run = adamw().offloaded

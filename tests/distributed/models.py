@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 
+from tests.conformance.axes import Block
 from tests.distributed.launch import mesh, this_device
-from tests.overlapping import Block
 
 WIDTH = 16
 

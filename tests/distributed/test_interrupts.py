@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy
 from tests.core.test_interrupts import BEHIND, LOOPS, POLICIES, RUNS, WARM, Interrupted, left_by, values
 from tests.distributed.launch import agree, mesh, spawn
-from tests.overlapping import Loop, adamw, same_values
+from tests.overlapping import Loop, adamw
+from tests.parity import same_value
 
 pytestmark = pytest.mark.distributed
 
@@ -113,11 +114,11 @@ class Known:
         self.sides = [before, values(plain.train(1, self.plainly, WARM))]
         with InterruptedBetween() as counting:
             loop = Loop(device_mesh, adamw, self.policy).train(WARM, self.iterate)
-            save(loop)
+            loop.copy()
             counting.issued = 0
             counting.lines_behind.clear()
             self.iterate(loop, WARM)
-        assert same_values(values(loop), self.sides[1])
+        assert same_value(values(loop), self.sides[1])
         self.lines = dict(counting.lines_behind)
         self.collectives = counting.issued
 
@@ -133,7 +134,7 @@ def run_program(device_mesh: DeviceMesh, rank: int, rng: random.Random, known: K
     if how == "alone" and at is None:
         behind = -1  # goes on
     loop = Loop(device_mesh, adamw, known.policy).train(WARM, known.iterate)
-    saved = save(loop)
+    saved = loop.copy()
     interrupted = InterruptedBetween(behind, at, kind)
     try:
         outcome, problem = left_by(loop, known.iterate, interrupted, known.sides), ""
@@ -147,8 +148,7 @@ def run_program(device_mesh: DeviceMesh, rank: int, rng: random.Random, known: K
         return outcome
     plain = Loop(device_mesh, adamw, None).train(WARM, known.plainly)
     if says_so := any(other == "said" for _, other, _ in found):
-        loop.model.load_state_dict(saved[0])
-        loop.optimizer.load_state_dict(saved[1])
+        loop.restore(saved)
     elif outcome == "before":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plain.optimizer, "step", lambda: None)
@@ -157,17 +157,8 @@ def run_program(device_mesh: DeviceMesh, rank: int, rng: random.Random, known: K
         known.plainly(plain, WARM)
     loop.train(BEHIND, known.iterate, WARM + 1)
     plain.train(BEHIND, known.plainly, WARM + 1)
-    assert same_values(values(loop), values(plain)), f"{where}: other bits later"
+    assert same_value(values(loop), values(plain)), f"{where}: other bits later"
     return f"{outcome}, {'loaded, ' if says_so else ''}and on"
-
-
-def save(loop: Loop) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Copy what a checkpoint would have."""
-    saved = loop.optimizer.state_dict()
-    saved["state"] = {
-        key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()
-    }
-    return {name: value.detach().clone() for name, value in loop.model.state_dict().items()}, saved
 
 
 def test_an_interrupt_on_two_ranks_leaves_all_of_a_step_or_nothing_on_each(tmp_path: Path) -> None:

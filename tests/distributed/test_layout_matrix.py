@@ -1,5 +1,7 @@
 """Any layout to any layout: what is saved by some ranks in some way is loaded by other ranks in any other way, bitwise.
 
+In one of them optimizers are plain, which the functions for state dicts serve as well.
+
 All layouts of one world size share a start of processes: one that saves, one that loads what every layout has saved.
 """
 
@@ -23,7 +25,6 @@ from fsdp_offload.checkpoint import LoadPlanner, get_optimizer_state_dict, load,
 from tests.distributed import models
 from tests.distributed.launch import DEVICE_TYPE, agree, spawn, spawn_cases, this_device
 from tests.distributed.models import Net, build, decay_groups
-from tests.distributed.same_files import state_of
 from tests.distributed.test_fused_adam import fused_adam
 from tests.distributed.test_sharded_checkpoints import FULL, TINY, adamw, new_run, train
 from tests.fused_adam import BF16, MASTERS
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.distributed
 class Layout(NamedTuple):
     ranks: int
     shard: models.ShardNet
+    offload: bool = True
 
 
 LAYOUTS = {
@@ -47,6 +49,7 @@ LAYOUTS = {
     "4 ranks": Layout(4, models.shard_even),
     "4 ranks, HSDP": Layout(4, models.shard_hybrid),
     "4 ranks, TP and FSDP": Layout(4, models.shard_tensor_parallel),
+    "3 ranks, plain": Layout(3, models.shard_columns, offload=False),
 }
 WORLD_SIZES = sorted({layout.ranks for layout in LAYOUTS.values()})
 
@@ -86,7 +89,14 @@ def run_of(name: str, kind: str, seed: int = 0) -> Run:
     optimizer = make(net)
     if masters is not None:
         add_masters(optimizer, masters)
-    return Run(net, attach(optimizer, model=net, policy=policy_of(name)), this_device(), torch.float32)
+    if LAYOUTS[name].offload:
+        attach(optimizer, model=net, policy=policy_of(name))
+    return Run(net, optimizer, this_device(), torch.float32)
+
+
+def state_of(run: Run, *, flat: bool, for_load: bool = False) -> dict[str, Any]:
+    get = partial(get_optimizer_state_dict, for_load=for_load, flatten_optimizer_state_dict=flat)
+    return {"model": get_model_state_dict(run.model), "optimizer": get(run.model, run.optimizer)}
 
 
 def gathered(run: Run) -> dict[str, Any]:
@@ -141,10 +151,18 @@ def loads(name: str, saved_by: str, kind: str, folder: Path) -> Iterator[str]:
     dcp.load(state, checkpoint_id=folder / saved_by)
     set_model_state_dict(run.model, state["model"])
     set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
+    full = torch.load(folder / f"{saved_by}.pt", weights_only=False)
     found = gathered(run)
     if dist.get_rank() == 0:
-        assert_same(torch.load(folder / f"{saved_by}.pt", weights_only=False), found)
-    assert_at_home(run.optimizer)
+        assert_same(full, found)
+    if run.is_offloaded:
+        assert_at_home(run.optimizer)
+    else:  # each rank takes its part of a full one
+        train(run, 2, 3)
+        set_optimizer_state_dict(run.model, run.optimizer, full["optimizer"])
+        found = gathered(run)
+        if dist.get_rank() == 0:
+            assert_same(full["optimizer"], found["optimizer"])
     train(run, 2, 3)
     yield from ()
 

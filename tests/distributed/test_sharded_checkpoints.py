@@ -44,7 +44,6 @@ SOME_KEPT = OffloadPolicy(bucket_bytes=1024, device_bytes=9 * 1024)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 MakeOptimizer = Callable[[Net], Optimizer]
-Resume = Callable[[Run, Run, Path], None]
 
 
 def adamw(net: Net, **options: Any) -> Optimizer:
@@ -67,89 +66,40 @@ def train(run: Run, first: int, last: int) -> None:
 
 
 @functools.cache
-def never_stopped(shard: models.ShardNet, make_optimizer: MakeOptimizer, steps: int) -> Run:
+def never_stopped(shard: models.ShardNet, steps: int) -> Run:
     """A plain run after so many steps, once on each rank for all that is compared with it: only to be looked at."""
-    run = new_run(shard, make_optimizer, None)
+    run = new_run(shard, adamw, None)
     train(run, 0, steps)
     return run
 
 
-# Ways to get from one process to another -----------------------------------------------------------------------------
+# Gathered, from one process to another --------------------------------------------------------------------------------
 
 
-def resume_full(source: Run, target: Run, folder: Path) -> None:
-    """Gathered on rank 0, and sent from there to all."""
+def resumes_full(
+    *,
+    source_policy: OffloadPolicy | None = TINY,
+    target_policy: OffloadPolicy | None = TINY,
+    shard: models.ShardNet = models.shard_even,
+    target_steps: int = 0,
+) -> Iterator[str]:
+    """Train, gather, load into a new model and optimizer (perhaps in use already), train on; as without a stop."""
+    source = new_run(shard, adamw, source_policy)
+    target = new_run(shard, adamw, target_policy, seed=1)
+    train(source, 0, 3)
+    train(target, 7, 7 + target_steps)
     saved_model = get_model_state_dict(source.model, options=FULL)
     saved = get_optimizer_state_dict(source.model, source.optimizer, options=FULL)
     assert bool(saved) == (dist.get_rank() == 0)
     sent = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
     set_model_state_dict(target.model, saved_model, options=sent)
     set_optimizer_state_dict(target.model, target.optimizer, saved, options=sent)
-
-
-def resume_torch_save(source: Run, target: Run, folder: Path) -> None:
-    """Each rank its own file, with the state dicts of model and optimizer as they are."""
-    folder.mkdir(exist_ok=True)
-    path = folder / f"rank{dist.get_rank()}.pt"
-    torch.save({"model": source.model.state_dict(), "optimizer": source.optimizer.state_dict()}, path)
-    saved = torch.load(path, weights_only=False)
-    target.model.load_state_dict(saved["model"])
-    target.optimizer.load_state_dict(saved["optimizer"])
-
-
-def muon(net: Net) -> optim.Optimizer:
-    return optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], ns_steps=1)
-
-
-def momentum(net: Net) -> Optimizer:
-    return optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
-class NotListed(optim.Adam):
-    """A class that nobody knows, which moves as a whole."""
-
-
-def not_listed(net: Net) -> Optimizer:
-    return NotListed(net.parameters(), lr=1e-2)
-
-
-STATES: dict[str, MakeOptimizer] = {
-    "a maximum too": partial(adamw, amsgrad=True),
-    "no counter": momentum,
-    "DTensors": muon,
-    "moved as a whole": not_listed,
-}
-"""Beside that of AdamW; with masters in ``test_kept_masters.py`` and ``test_layout_matrix.py``."""
-
-
-WAYS: dict[str, Resume] = {
-    "full": resume_full,
-    "torch.save": resume_torch_save,
-}
-
-
-def resumes(
-    way: Resume,
-    folder: Path,
-    *,
-    source_policy: OffloadPolicy | None = TINY,
-    target_policy: OffloadPolicy | None = TINY,
-    shard: models.ShardNet = models.shard_even,
-    make_optimizer: MakeOptimizer = adamw,
-    target_steps: int = 0,
-) -> Iterator[str]:
-    """Train, save, load into a new model and optimizer (perhaps in use already), train on; against no interruption."""
-    source = new_run(shard, make_optimizer, source_policy)
-    target = new_run(shard, make_optimizer, target_policy, seed=1)
-    train(source, 0, 3)
-    train(target, 7, 7 + target_steps)
-    way(source, target, folder)
     for stage, last in (("loaded", 3), ("after the next step", 4), ("later", 7)):
         train(target, {3: 3, 4: 3, 7: 4}[last], last)
-        yield from compared(never_stopped(shard, make_optimizer, last), target, stage)
+        yield from compared(never_stopped(shard, last), target, stage)
     if target_policy is not None:  # on the CPU, torch's own load_state_dict keeps the tensors that it is given
         train(source, 3, 7)
-        yield from compared(never_stopped(shard, make_optimizer, 7), source, "source, trained on")
+        yield from compared(never_stopped(shard, 7), source, "source, trained on")
 
 
 def compared(plain: Run, other: Run, stage: str) -> Iterator[str]:
@@ -170,28 +120,20 @@ def tidy_groups(optimizer: Optimizer) -> None:
         group.update(entries)
 
 
-def cases(folder: Path) -> dict[str, Callable[[], Iterator[str]]]:
-    """Ways of saving and loading that the conformance suite, with memory, torch's functions and ``dcp``, leaves out.
-
-    Files of ``dcp``, also to and from plain training, are those of ``either_resumes_from_either``.
-    """
-    ways: dict[str, dict[str, Any]] = {
-        "offloaded to offloaded, in use": {"target_steps": 2},
-        "offloaded to plain": {"target_policy": None},
-        "plain to offloaded": {"source_policy": None},
-    }
-    found = {f"{name}, {how}": partial(resumes, way, **ways[how]) for name, way in WAYS.items() for how in ways}
-    found["torch.save, to some kept"] = partial(resumes, resume_torch_save, target_policy=SOME_KEPT)
-    found["full, TP"] = partial(resumes, resume_full, shard=models.shard_tensor_parallel)
-    found["full, some kept"] = partial(resumes, resume_full, source_policy=SOME_KEPT)
-    for kind, make in STATES.items():
-        found[f"full, {kind}"] = partial(resumes, resume_full, make_optimizer=make)
-    return {name: partial(case, folder / f"case{number}") for number, (name, case) in enumerate(found.items())}
+CASES: dict[str, dict[str, Any]] = {
+    "offloaded to offloaded, in use": {"target_steps": 2},
+    "offloaded to plain": {"target_policy": None},
+    "plain to offloaded": {"source_policy": None},
+    "TP": {"shard": models.shard_tensor_parallel},
+    "some kept": {"source_policy": SOME_KEPT},
+}
+"""State of other classes, and other ways to save it, are in ``test_resumes.py``, files of ``dcp`` in ``same_files``."""
 
 
-@some_cases({2: 3})
+@some_cases({2: 2})
 def test_training_resumes_where_it_was_saved(world_size: int, every: int, tmp_path: Path) -> None:
-    spawn_cases(cases(tmp_path), world_size, tmp_path, every)
+    cases = {name: partial(resumes_full, **options) for name, options in CASES.items()}
+    spawn_cases(cases, world_size, tmp_path, every)
 
 
 def run_eight_bits(rank: int, world_size: int) -> None:
@@ -235,6 +177,10 @@ def keys_are_the_same_on_every_rank(make: MakeOptimizer) -> Iterator[str]:
     dist.all_gather_object(everyone, mine)
     if everyone[0] != mine:
         yield f"keys are {[name for name, _ in mine]}, on rank 0 {[name for name, _ in everyone[0]]}"
+
+
+def muon(net: Net) -> optim.Optimizer:
+    return optim.Muon([net.embed.weight, net.blocks[0].up.weight, net.odd.weight], ns_steps=1)
 
 
 def fused_sgd(params: Any) -> optim.Optimizer:

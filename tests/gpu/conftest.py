@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.gpu.streams import SLEEP_CYCLES, Slow
 from tests.overlapping import slow_down
+from tests.process_groups import process_group
 
 HERE = Path(__file__).parent
 
@@ -32,9 +32,8 @@ def device() -> torch.device:
 def mesh() -> Iterator[DeviceMesh]:
     """One device, in a process group of one rank."""
     torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
+    with process_group("cpu:gloo,cuda:nccl"):
+        yield init_device_mesh("cuda", (1,))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -16,15 +15,15 @@ from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict, set_o
 from tests.async_writers import loaded, not_the_same
 from tests.gpu.streams import MIB, make, policy_of, train
 from tests.parity import host_copy
+from tests.process_groups import process_group
 
 ALL = 1 << 40
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def of_one_rank() -> Iterator[None]:
+    with process_group():
+        yield
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

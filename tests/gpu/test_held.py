@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload.checkpoint import get_optimizer_state_dict
-from tests.clipping import NEVER, clip
+from tests.conformance.oracle import NEVER
 from tests.core.test_held import *  # noqa: F403
 from tests.core.test_held import Reader, copies_of
 from tests.gpu.streams import Slow, offloaded, plain
@@ -52,7 +52,7 @@ def test_a_reader_closures_saves_and_interrupts_together(
         for each in (expected, loop):
             if way == "clip":
                 each.backward(at)
-                clip(each, NEVER)
+                each.clip(NEVER)
             if each is loop and writer is not None:
                 writer.may_read.set()
                 writer.join(60)

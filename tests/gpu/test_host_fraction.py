@@ -64,7 +64,7 @@ def test_same_bits(device: torch.device, slow_streams: SlowStreams, overlap: str
 def gradients_written_late(loop: oracle.Loop, at: int) -> None:
     loop.backward(at)
     torch.cuda._sleep(LONG_CYCLES)
-    for param in loop.params.values():
+    for param in loop.params:
         if param.grad is not None:
             param.grad.mul_(2)
     loop.step()
@@ -75,7 +75,7 @@ def weights_written_late(loop: oracle.Loop, at: int) -> None:
     loop.backward(at)
     if at % 2:
         torch.cuda._sleep(LONG_CYCLES)
-        for number, param in enumerate(loop.params.values()):
+        for number, param in enumerate(loop.params):
             if number % 3 == at % 3:
                 local(param.detach()).data.mul_(0.9)
     loop.step()

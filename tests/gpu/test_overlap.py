@@ -11,9 +11,9 @@ from torch.optim import AdamW, Optimizer
 
 from fsdp_offload import clip_grad_norm_
 from fsdp_offload.engine.engine import Engine, engine_of
-from tests.clipping import ALWAYS, NEVER, clipped_step, guesses_of, train
+from tests.conformance.oracle import ALWAYS, NEVER
 from tests.gpu.streams import LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
-from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, same
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, guesses_of, same
 
 BESIDE = pytest.mark.parametrize("overlap", ["forward", "iteration"])
 
@@ -87,7 +87,7 @@ def test_other_bits_without_the_wait_for_gradients(
 
 
 def clipped_now_and_then(loop: Loop, at: int) -> None:
-    clipped_step(loop, at, ALWAYS if at % 12 == 9 else NEVER)
+    loop.clipped_step(at, ALWAYS if at % 12 == 9 else NEVER)
 
 
 ON_CPU = {f"on the CPU {share}": {"overlap": "iteration", "host_fraction": share} for share in (0.4, 1.0)}
@@ -155,7 +155,7 @@ def test_same_bits_with_compiled_blocks(mesh: DeviceMesh, fields: dict[str, Any]
 
 def test_a_guess_that_stands_does_not_wait_for_the_device(mesh: DeviceMesh) -> None:
     """The host waits for the factor alone: compute goes on with work that was issued before."""
-    loop = train(offloaded(mesh, POLICIES["iteration"]), [NEVER] * 5)
+    loop = offloaded(mesh, POLICIES["iteration"]).train_clipped([NEVER] * 5)
     torch.cuda.synchronize()
     loop.backward(5)
     clip_grad_norm_(loop.optimizer, NEVER)  # without a look at the norm, which would wait

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimizer_state_dict
 from tests.fused_adam import BF16, FP8, FP16, FP32, MASTERS, FusedPair, Mixed, check_options, name_of, options
+from tests.process_groups import process_group
 
 te = pytest.importorskip("transformer_engine.pytorch")
 FusedAdam = te.optimizers.FusedAdam
@@ -26,9 +26,8 @@ FusedAdam = te.optimizers.FusedAdam
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group("cpu:gloo,cuda:nccl"):
+        yield
 
 
 def sharded() -> nn.Module:

@@ -37,7 +37,6 @@ def put(folder: Path, *names: str, content: Any = ADAM) -> None:
 VERL = [f"{what}_world_size_3_rank_{rank}.pt" for what in ("model", "optim", "extra_state") for rank in range(3)]
 DEEPSPEED = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
 CONVERT = "checkpoint-tools convert {} DST makes a checkpoint of DCP of it, with the optimizer's state"
-ZERO = "python {}/{}zero_to_fp32.py {}/{} DST --safe_serialization"
 
 FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {  # files, what is given of them, and what is said
     "verl, a step": (

@@ -4,7 +4,6 @@ All ranks are simulated in this process, under torch's fake process group. DCP a
 of them, to write from and to load into; so do the tests.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +22,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from checkpoint_tools import Rule, merge_state_dict, preset, split_state_dict, verify
 from fsdp_offload.checkpoint import save
@@ -33,6 +30,7 @@ from fsdp_offload.fsdp.dtensor import local_shard
 from tests.checkpoint_tools.formats import megatron_parameter
 from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, UP, part_of, rule
 from tests.cpu.checkpoint_tools.test_round_trip import fused
+from tests.process_groups import process_group
 
 pytestmark = pytest.mark.distributed
 FQN, PARTS = "mlp.fused", ("mlp.a", "mlp.b", "mlp.c")
@@ -67,15 +65,6 @@ def cases(draw: st.DrawFn) -> Case:
     bounds = draw(st.lists(st.integers(0, math.prod(shape)), min_size=mesh[0] - 1, max_size=mesh[0] - 1))
     rule = Rule(fused="{p}fused", parts=tuple(f"{{p}}{name[-1]}" for name in PARTS[:count]), **fields)
     return Case(rule, shape, sharding, mesh, dims, tuple(sorted(bounds)), draw(st.booleans()))
-
-
-@contextlib.contextmanager
-def simulated(rank: int, world_size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def sharded(case: Case, whole: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +143,7 @@ def test_parts_of_shards_are_shards_of_parts_and_fill_the_whole(case: Case) -> N
     expected = {(name, n): part_of(case.rule, whole + shift, n) for name, shift in shifts.items() for n in range(count)}
     found = {key: torch.full_like(part, -1.0) for key, part in expected.items()}
     for rank in range(math.prod(case.mesh)):
-        with simulated(rank, math.prod(case.mesh)):
+        with process_group("fake", rank, math.prod(case.mesh)):
             param, local = sharded(case, whole, rank)
             state = moments(case, param, local)
             optim = {"state": {FQN: state}, "param_groups": [{"params": [FQN], "lr": 0.5}]}
@@ -194,7 +183,7 @@ def test_experts_are_divided_by_their_own_mesh(dense: tuple[int, int], expert: t
     wholes = {FC1: torch.arange(80.0).view(16, 5), EXPERT: 100 + torch.arange(80.0).view(16, 5)}
     found: dict[str, Any] = {}
     for rank in range(4):
-        with simulated(rank, 4):
+        with process_group("fake", rank, 4):
             state, model = {}, {key.replace("fc1", "fc2"): torch.zeros(5, 8) for key in wholes}
             for key, sizes in meshes.items():
                 device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
@@ -237,7 +226,7 @@ def test_state_beside_a_sharded_parameter() -> None:
     """Sharded otherwise, whole on every rank, or of this rank alone; what cannot be told is refused."""
     whole = torch.arange(12.0 * 4).view(12, 4)
     for rank in range(2):
-        with simulated(rank, 2):
+        with process_group("fake", rank, 2):
             rows, columns = (
                 sharded(Case(rule(), (12, 4), "sharded", (2, 1), (dim, 0), (), False), whole, rank) for dim in (0, 1)
             )
@@ -322,11 +311,10 @@ def test_what_cannot_be_split_or_does_not_belong_together() -> None:
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> Iterator[DeviceMesh]:
+def one() -> Iterator[DeviceMesh]:
     """A mesh of this process."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    with process_group():
+        yield init_device_mesh("cpu", (1,))
 
 
 def test_async_save_and_the_writer_of_hugging_face(one: DeviceMesh, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, changed, rule, save, without_checksums
 from tests.checkpoint_tools.tool import as_json, assert_one_line, made, metadata_of, names, run, shown
 from tests.distributed.launch import mesh, spawn
+from tests.process_groups import process_group
 
 TRIALS = int(os.environ.get("TRIALS", "60"))
 OTHER = "mlp.other.weight"
@@ -297,11 +298,8 @@ def test_a_flip_before_the_seal(copies: dict[str, Path]) -> None:
 def test_ways_of_writing(tmp_path: Path, options: Any) -> None:
     url = options if "://" in options else str(tmp_path / "saved")
     if options == "async":
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
+        with process_group():
             dcp.async_save(state(), checkpoint_id=url, async_stager=ArenaStager()).result()
-        finally:
-            dist.destroy_process_group()
     else:
         writer = FsspecWriter(url) if url == options else dcp.FileSystemWriter(url, **options)
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
