@@ -226,6 +226,10 @@ def same_value(one: Any, other: Any) -> bool:
     return len(mine) == len(others) and all(same_bits(a, b) for a, b in zip(mine, others, strict=True))
 
 
+def same_values(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(same_bits, one, other))
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Also of NaN and of minus zero, and in the same order in memory (where a dimension of size 1 says nothing)."""
     strides = [[step for step, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (one, other)]

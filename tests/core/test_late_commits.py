@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer
 from fsdp_offload.listeners import newest_commit, recover, recoverable, recovery
 from tests.core.late import late
-from tests.overlapping import same_values
-from tests.parity import leaves
+from tests.parity import leaves, same_values
 
 SEEDS = int(os.environ.get("LATE_COMMITS", "40"))
 

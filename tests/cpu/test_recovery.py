@@ -20,7 +20,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.listeners import Recoverable, newest_commit, recover, recoverable
 from fsdp_offload.listeners import folder as folders
 from tests.forks import in_forked_child
-from tests.parity import leaves, same_bits
+from tests.parity import leaves, same_values
 
 pytestmark = [pytest.mark.usefixtures("mesh"), pytest.mark.filterwarnings("ignore:offload_optimizer. ")]
 
@@ -66,10 +66,6 @@ class Script:
         return [one.detach().clone() for one in found]
 
 
-def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(same_bits, one, other))
-
-
 def let_go(run: Recoverable) -> None:
     """What the kernel does when the process is killed."""
     run.close(deletes=False)
@@ -103,14 +99,14 @@ def test_a_recovery_has_what_the_last_commit_had(mesh: DeviceMesh, memory: Path,
         other.model.scale.zero_()
     run = recover(other.optimizer, memory)
     assert (run.commits, run.extra, other.optimizer.param_groups[0]["lr"]) == (steps, steps - 1, 0.1)
-    assert is_same(other.values(), kept)
+    assert same_values(other.values(), kept)
     plain = Script(mesh, attach=False)
     for step in range(steps + 2):
         plain.step(step)
         if step >= steps:
             other.step(step)
             run.commit()
-    assert is_same(other.values(), plain.values())
+    assert same_values(other.values(), plain.values())
     run.close()
     assert newest_commit(memory) is None
     assert not list(memory.iterdir())
@@ -128,7 +124,7 @@ def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: Dev
     let_go(run)
     other = Script(mesh, overlap="iteration", parameters=True)
     assert recover(other.optimizer, memory).extra == 3
-    assert is_same(other.values(), kept)
+    assert same_values(other.values(), kept)
 
 
 def test_homes_are_in_two_files_and_nowhere_else(mesh: DeviceMesh, memory: Path, caplog: Any) -> None:
@@ -165,7 +161,7 @@ def test_a_leftover_is_not_begun_upon_and_not_recovered_by_another_training(mesh
             recover(script.optimizer, memory)
     layout.write_text(json.dumps(text))
     run = recover(script.optimizer, memory)
-    assert is_same(script.values(), kept)
+    assert same_values(script.values(), kept)
     let_go(run)
 
 
@@ -279,7 +275,7 @@ def test_a_commit_at_a_wrong_time_is_refused(mesh: DeviceMesh, memory: Path) -> 
         run.commit()
     other = Script(mesh, overlap="iteration")
     assert recover(other.optimizer, memory).extra == "after all"
-    assert is_same(other.values(), kept)
+    assert same_values(other.values(), kept)
 
 
 def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMesh, memory: Path) -> None:
@@ -299,7 +295,7 @@ def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMe
         let_go(run)
         other = Script(mesh, **fields)
         assert recover(other.optimizer, memory / str(number)).extra == "again"
-        assert is_same(other.values(), kept)
+        assert same_values(other.values(), kept)
 
 
 def test_tensors_that_were_put_into_the_state_are_committed(mesh: DeviceMesh, memory: Path) -> None:
@@ -315,7 +311,7 @@ def test_tensors_that_were_put_into_the_state_are_committed(mesh: DeviceMesh, me
     let_go(run)
     other = Script(mesh, overlap="iteration")
     recover(other.optimizer, memory)
-    assert is_same(other.values(), kept)
+    assert same_values(other.values(), kept)
     assert kept[7].unique().item() == 0.5
 
 
@@ -345,7 +341,7 @@ def test_a_commit_that_cannot_be_written_stops_training_until_another_is(
     let_go(run)
     other = Script(mesh, overlap="iteration")
     assert recover(other.optimizer, memory).extra == 1
-    assert is_same(other.values(), kept)
+    assert same_values(other.values(), kept)
 
 
 def test_memory_that_does_not_suffice_leaves_the_optimizer_as_it_was(
@@ -361,7 +357,7 @@ def test_memory_that_does_not_suffice_leaves_the_optimizer_as_it_was(
                 recoverable(script.optimizer, memory)
         plain.step(taken)
         script.step(taken)
-    assert is_same(script.values(), plain.values())
+    assert same_values(script.values(), plain.values())
     run = recoverable(script.optimizer, memory)
     script.step(3)
     run.commit()
@@ -403,7 +399,7 @@ def test_a_load_ends_all_commits_until_the_next(mesh: DeviceMesh, memory: Path, 
     assert newest_commit(memory) == 2
     other = Script(mesh, **MODES[mode])
     recover(other.optimizer, memory)
-    assert is_same(other.values(), kept)
+    assert same_values(other.values(), kept)
 
 
 def test_other_homes_or_no_offload_end_it(mesh: DeviceMesh, memory: Path) -> None:

@@ -11,7 +11,8 @@ from fsdp_offload import OffloadPolicy
 from fsdp_offload.listeners import newest_commit, recover, recoverable
 from tests.core.test_late_commits import Loop
 from tests.gpu.test_conformance import LANES, SLEEP_CYCLES
-from tests.overlapping import same_values, slow_down
+from tests.overlapping import slow_down
+from tests.parity import same_values
 
 STEPS = 7
 MODES: dict[str, dict[str, Any]] = {
