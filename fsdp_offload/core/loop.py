@@ -84,7 +84,7 @@ class Updates:
         raise NotImplementedError
 
     def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
-        """Handle that an update of ``buckets`` on the device, which ends at ``mark``, has been issued."""
+        """With ``stores_kept``, handle that an update of ``buckets`` on the device, which ends at ``mark``, was issued."""
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Let the CPU update ``bucket`` once the marks ``after`` have passed; return the update's mark at once."""
@@ -483,7 +483,8 @@ class Core:
         updates.done.update(dict.fromkeys(buckets))
         cache.pinned, updates.torn = (), ()  # last: an interrupt leaves each bucket in done or in torn
         cache.moved.updates += len(buckets)
-        updates.updated(buckets, mark)
+        if updates.stores_kept:
+            updates.updated(buckets, mark)
         if guess is not None:
             for one in buckets:
                 guess.updated(one)
