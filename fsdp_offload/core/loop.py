@@ -83,8 +83,8 @@ class Updates:
         """Bind the tensors that one update of ``buckets`` needs; return those that it reads, and the update."""
         raise NotImplementedError
 
-    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
-        """With ``stores_kept``, handle that an update of ``buckets`` on the device, which ends at ``mark``, was issued."""
+    def updated(self, buckets: Sequence[Bucket]) -> None:
+        """With ``stores_kept``: store what the update of ``buckets``, issued just now, has changed in no home."""
 
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Let the CPU update ``bucket`` once the marks ``after`` have passed; return the update's mark at once."""
@@ -483,8 +483,6 @@ class Core:
         updates.done.update(dict.fromkeys(buckets))
         cache.pinned, updates.torn = (), ()  # last: an interrupt leaves each bucket in done or in torn
         cache.moved.updates += len(buckets)
-        if updates.stores_kept:
-            updates.updated(buckets, mark)
         if guess is not None:
             for one in buckets:
                 guess.updated(one)
@@ -524,6 +522,8 @@ class Core:
 
         State that is not kept gives up its place: the next load waits for its store, and not for later ones.
         """
+        if updates.stores_kept:
+            updates.updated(buckets)
         number_of = {item: number for one in buckets for number, item in zip(one.groups, one.weights, strict=True)}
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in number_of

@@ -40,8 +40,8 @@ class Heard(Protocol):
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
         """Call ``run``, which updates ``ranges`` on the current stream; their parameters are on the device."""
 
-    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
-        """Handle that the update of ``buckets``, which ends at ``mark``, has been issued."""
+    def updated(self, buckets: Sequence[Bucket]) -> None:
+        """If a listener has ``stores_kept``: handle that the update of ``buckets`` has been issued."""
 
     def committed(self, updated: Sequence[Mark]) -> None:
         """Handle the end of the step, whose updates have run once the marks ``updated`` have passed."""
@@ -192,9 +192,9 @@ class Step(Turning):
         ranges = [one for one, _ in self._to_update(bucket)]
         return host.update(bucket.number, ranges, self.states, moving, after)
 
-    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+    def updated(self, buckets: Sequence[Bucket]) -> None:
         for heard in self.heard:
-            heard.updated(buckets, mark)
+            heard.updated(buckets)
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind the tensors of an update now: the user may exchange them before it runs."""

@@ -114,7 +114,7 @@ class _Step:
             with unseen():
                 self._compare(*batches.pop(0))
 
-    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+    def updated(self, buckets: Sequence[Bucket]) -> None:
         """Do nothing: the update itself has compared."""
 
     def _compare(self, batch: Batch, both: Tensor) -> None:

@@ -90,12 +90,12 @@ class _Step:
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
         run()
 
-    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
+    def updated(self, buckets: Sequence[Bucket]) -> None:
         homes = [home_of(bucket) for bucket in buckets]
         found = [
             (shard.param, one) for home in homes for shard, one in zip(home.shards, home.packed.ranges, strict=True)
         ]
-        self._keeper.store_parameters([(param, one.start, one.stop) for param, one in found], mark)
+        self._keeper.store_parameters([(param, one.start, one.stop) for param, one in found], buckets[0].state.updated)
         self._versions.update((param, version_of(param)) for param, _ in found)
 
     def committed(self, updated: Sequence[Mark]) -> None:
@@ -186,7 +186,7 @@ class Recoverable:
         return self._files[which].bytes[self._offsets[param] :][: local_shard(param).nbytes]
 
     def store_parameters(
-        self, ranges: Iterable[tuple[Tensor, int, int]], written: Mark, which: int | None = None
+        self, ranges: Iterable[tuple[Tensor, int, int]], written: Mark | None, which: int | None = None
     ) -> None:
         """Copy elements ``[start, stop)`` of parameters on the device to a file; ``None``: that of the next commit."""
         core, copies = self._core(), []
