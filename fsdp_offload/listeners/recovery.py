@@ -206,13 +206,6 @@ class Recoverable:
                 if not item.nbytes:
                     item.used["store"] = mark  # R1: the next update writes the parameters that this store reads
 
-    def start(self, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
-        """Begin anew in the folder."""
-        layout = self.layout(engine, optimizer, model)
-        self.move(engine, optimizer, copies=True)
-        self.folder.write_layout(layout)
-        engine.contents.listeners.append(self)
-
     # Commits ----------------------------------------------------------------------------------------------------------
 
     def commit(self, extra: object = None) -> None:
@@ -503,7 +496,10 @@ def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recover
             )
         more_bytes = needed_bytes - sum(region.nbytes for arena in run.arenas for region in arena.regions)
         check_host_memory(more_bytes, engine.policy.host_limit_bytes, what="recoverable(): a second set of homes")
-        run.start(engine, target, model)
+        layout = run.layout(engine, target, model)
+        run.move(engine, target, copies=True)
+        run.folder.write_layout(layout)
+        engine.contents.listeners.append(run)
     except BaseException:
         run.close(deletes=False)
         raise
@@ -569,7 +565,8 @@ def _prepare(
         )
     params, wrong = dict.fromkeys(params_of(first)), ""
     strangers = [name for param, name in parameters_of(model).items() if param.requires_grad and param not in params]
-    several = [engine.names.get(one, "a parameter") for one in params if not _is_plain(one)]
+    odd = (one for one in params if has_inner_tensors(one) or not local_shard(one).is_contiguous())
+    several = [engine.names.get(one, "a parameter") for one in odd]
     spread = [engine.names.get(one, "a parameter") for one in params if not _reduces_with_all(one)]
     if engine.layouts.capabilities.moves_whole:
         wrong = f"{kind} moves as a whole, and has no homes before its first step"
@@ -594,10 +591,6 @@ def _prepare(
     run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
     run.folder.hold()
     return first, attachment, model, run
-
-
-def _is_plain(param: Tensor) -> bool:
-    return not has_inner_tensors(param) and local_shard(param).is_contiguous()
 
 
 def _reduces_with_all(param: Tensor) -> bool:
