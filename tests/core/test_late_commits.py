@@ -3,24 +3,25 @@
 The thread that writes records comes as late as it may: when training waits for it.
 """
 
+import copy
 import os
 import random
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.listeners import newest_commit, recover, recoverable, recovery
+from tests.conformance.oracle import ALWAYS, NEVER, different
 from tests.core.late import late
-from tests.parity import leaves, same_values
+from tests.overlapping import Loop, Net
 
 SEEDS = int(os.environ.get("LATE_COMMITS", "40"))
 
@@ -46,37 +47,22 @@ class LateWriter:
         return future
 
 
-class Loop:
-    """Trains; some steps clip."""
+class Committing(Loop):
+    """Some of its steps clip, if any."""
 
     def __init__(self, mesh: DeviceMesh, policy: OffloadPolicy | None, *, clips: bool) -> None:
-        torch.manual_seed(0)
-        self.device = torch.device(mesh.device_type)
-        self.model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4))).to(self.device)
-        for block in self.model[:3]:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, fused=True)
+        make, net = partial(torch.optim.AdamW, lr=0.02, fused=True), partial(Net, width=12, layers=1)
+        super().__init__(mesh, make, policy, net=net)
         self.clips = clips
-        if policy is not None:
-            offload_optimizer(self.optimizer, model=self.model, policy=policy)
 
-    def backward(self, step: int) -> None:
-        data = torch.randn(3, 24, generator=torch.Generator().manual_seed(step))
-        self.model(data.to(self.device)).square().mean().backward()
-
-    def update(self, step: int) -> None:
+    def step(self) -> None:
         if self.clips:
-            clip_grad_norm_(self.optimizer, 1e9 if step % 3 else 1e-3)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.clip(NEVER if self.schedulers[0].last_epoch % 3 else ALWAYS)
+        super().step()
 
-    def values(self) -> list[Tensor]:
-        states = [self.optimizer.state.get(param, {}) for param in self.model.parameters()]
-        found = [leaf for state in states for name in sorted(state) for leaf in leaves(state[name])]
-        return [
-            one.detach().cpu().clone() for one in (*(param.to_local() for param in self.model.parameters()), *found)
-        ]
+    def values(self) -> dict[str, Any]:
+        """What a recovery has."""
+        return copy.deepcopy({name: value for name, value in self.everything().items() if name != "seen"})
 
 
 def check(mesh: DeviceMesh, seed: int, folder: Path) -> int:
@@ -89,17 +75,13 @@ def check(mesh: DeviceMesh, seed: int, folder: Path) -> int:
         device_bytes=rng.choice([5, 9]) * 4096,
     )
     clips, every, steps, in_backward = rng.random() < 0.4, rng.choice([1, 1, 2]), rng.randint(3, 8), rng.random() < 0.5
-    plain, wanted = Loop(mesh, None, clips=clips), []
-    for step in range(steps):
-        plain.backward(step)
-        plain.update(step)
-        wanted.append(plain.values())
+    plain = Committing(mesh, None, clips=clips)
+    wanted = [plain.train(1, first=step).values() for step in range(steps)]
     with late(seed):
-        loop = Loop(mesh, policy, clips=clips)
+        loop = Committing(mesh, policy, clips=clips)
         run = recoverable(loop.optimizer, folder)
         for step in range(steps):
-            loop.backward(step)
-            loop.update(step)
+            loop.train(1, first=step)
             if (step + 1) % every == 0:
                 run.commit(step)
         if in_backward:
@@ -108,12 +90,11 @@ def check(mesh: DeviceMesh, seed: int, folder: Path) -> int:
         run.folder.leave(deletes=False)  # killed
     if number is None:
         return 0
-    other = Loop(mesh, policy, clips=clips)
+    other = Committing(mesh, policy, clips=clips)
     found = recover(other.optimizer, folder)
     assert isinstance(found.extra, int)
-    assert same_values(other.values(), wanted[found.extra]), (
-        f"seed {seed}: {policy}, commit {number}, step {found.extra}"
-    )
+    problems = different(other.values(), wanted[found.extra])
+    assert not problems, f"seed {seed}: {policy}, commit {number}, step {found.extra}: {problems}"
     assert found.extra >= steps - (1 if in_backward else 2) * every
     found.close()
     return number
