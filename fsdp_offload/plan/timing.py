@@ -91,10 +91,9 @@ def estimate(blocks: Blocks | None, parts: Parts, curve: Curve) -> Estimate:
         if not blocks.policy.runs_on_into_forward:
             # Updates run between backward and forward, loads of parameters during computation.
             gathers_ms = 2 * parts.micro_batches * params * parts.one_way
-            after_ms = parts.copy_ms(state + params, state + params)
-            if state and not params:  # the first blocks are loaded in the backward
-                after_ms *= 1 - min(1.0, blocks.passing_bytes / state, parts.backward_ms / state / parts.one_way)
-            after_ms = max(parts.update_ms, after_ms)
+            # The first blocks are loaded in the backward, where nothing is stored.
+            ahead = 0 if params else min(state, blocks.passing_bytes, int(parts.backward_ms / parts.one_way))
+            after_ms = max(parts.update_ms, parts.copy_ms(state + params - ahead, state + params))
             in_step_ms = after_ms - parts.update_ms
             stalled_ms = max(0.0, slower * gathers_ms - passes) + in_step_ms
             ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
