@@ -94,8 +94,8 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     ::
 
-        for name, tensor in weights(model):     # in any thread, while the model trains, or is asleep
-            send(name, tensor.to_local())       # this rank's shard, on the host
+        for name, tensor in weights(model):  # in any thread, also while it trains
+            send(name, tensor.to_local())    # this rank's shard, on the host
 
     All are weights of one step: the last that had ended when the loop began, which waits for the end of a step under
     way. Tensors are of the parameter's type, a DTensor of its mesh and placements, and dtype; do not write them. They
