@@ -63,8 +63,8 @@ class _OnDevice:
 class _Commit:
     """One commit: a :class:`~fsdp_offload.state.shard.Reader` of its homes, until a later one has been written."""
 
-    def __init__(self, number: int, record: dict[str, Any], give_up: Callable[[], None]) -> None:
-        self.number, self.record, self._give_up = number, record, give_up
+    def __init__(self, number: int, record: dict[str, Any], before: int, give_up: Callable[[], None]) -> None:
+        self.number, self.record, self.before, self._give_up = number, record, before, give_up
         self.is_over = False
         self.written: Future[None] = Future()
 
@@ -245,7 +245,10 @@ class Recoverable:
         self._wait_written()
         which = 1 - self._which if is_later else self._which
         if not is_later and self._seen != self._versions():
-            self.folder.prune(self._before)  # these homes, and this file, are not what they were at the last commit
+            # These homes, and this file, are not what they were at the last commit. If a step has begun since and was
+            # undone, those of the one before are not either.
+            newest = 0 if self._newest is None else self._newest.number
+            self.folder.prune(lambda number: number == self._before < newest)
         core.cache.flush()
         missing = [one for one in self._on_device if self.stored.get(one) != version_of(one)]
         self.store_parameters([(one, 0, local_shard(one).numel()) for one in missing], core.lanes.compute.mark(), which)
@@ -258,7 +261,7 @@ class Recoverable:
             state.append({name: _AtHome() if value is homes.get(name) else value for name, value in entry.items()})
         record = _snapshot({"groups": groups, "state": state, "buffers": buffers}, core)
         record |= {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
-        made = _Commit(self.commits + 1, record, self._give_up)
+        made = _Commit(self.commits + 1, record, self._before, self._give_up)
         self._homes = [one.home for one in plan.housed()]
         engine.lending.lend(made, self._homes)
         self._seen, self.stored = self._versions(), {}
@@ -297,13 +300,16 @@ class Recoverable:
             shard.existed = bool(states.get(param))
         engine.note_made(states)
         self.commits, self.extra, self._which = number, pickle.loads(record["extra"]), record["device"]
-        self.folder.prune(number)  # a newer one, which other ranks have not
-        self._newest, self._before = _Commit(number, {}, self._give_up), number
+        self.folder.prune(lambda one: one == number)  # not a newer one, which other ranks have not
+        self._newest, self._before = _Commit(number, {}, number, self._give_up), number
         engine.lending.lend(self._newest, [one.home for one in engine.plan.housed()])
         engine.failure = ""
 
     def _write(self, made: _Commit, stored: Mark) -> None:
         stored.synchronize()  # R2, on the host
+        # The device has reduced gradients of this step, so that all ranks have the commit before it. The host did not
+        # know that when it issued the step, which may have been long before.
+        self.folder.prune(lambda number: number >= made.before)
         self.folder.write(made.number, made.record)
         made.record = {}
 
@@ -348,7 +354,6 @@ class Recoverable:
             )
         if self._newest is not None:
             self._before = self._newest.number
-            self.folder.prune(self._before)
         return _Step(self)
 
     def _give_up(self) -> None:

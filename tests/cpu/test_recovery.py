@@ -128,6 +128,22 @@ def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: Dev
     assert is_same(other.values(), kept)
 
 
+def test_a_commit_stays_until_the_device_has_reduced_with_all_ranks(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    for step in range(3):
+        script.step(step)
+        if step < 2:
+            run.commit()
+            run._wait_written()
+    # The host has issued the third step: a GPU, and another rank, may still be at the second one.
+    assert run.folder.commits() == [1, 2]
+    run.commit()
+    run._wait_written()
+    assert run.folder.commits() == [2, 3]
+    run.close()
+
+
 def test_homes_are_in_two_files_and_nowhere_else(mesh: DeviceMesh, memory: Path, caplog: Any) -> None:
     script = Script(mesh, parameters=True)
     run = recoverable(script.optimizer, memory)
