@@ -83,9 +83,6 @@ class Updates:
         """Bind the tensors that one update of ``buckets`` needs; return those that it reads, and the update."""
         raise NotImplementedError
 
-    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
-        """Handle that an update of ``buckets`` on the device, which ends at ``mark``, has been issued."""
-
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Let the CPU update ``bucket`` once the marks ``after`` have passed; return the update's mark at once."""
         raise NotImplementedError
@@ -483,7 +480,6 @@ class Core:
         updates.done.update(dict.fromkeys(buckets))
         cache.pinned, updates.torn = (), ()  # last: an interrupt leaves each bucket in done or in torn
         cache.moved.updates += len(buckets)
-        updates.updated(buckets, mark)
         if guess is not None:
             for one in buckets:
                 guess.updated(one)

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..api.wrapped import IF_NOT, Attachment, attachment_of, optimizers_in
-from ..core.buckets import Bucket
 from ..core.loop import Core
 from ..core.packing import place_homes
 from ..device.arena import Region
@@ -81,25 +80,13 @@ class _Commit:
 
 
 class _Step:
-    """Stores the parameters that stay on the device, right after each update."""
-
-    def __init__(self, keeper: "Recoverable") -> None:
-        self._keeper = keeper
-        self._versions: dict[Tensor, object] = {}
+    """Hears of a step and does nothing: :meth:`Recoverable.commit` comes behind it."""
 
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
         run()
 
-    def updated(self, buckets: Sequence[Bucket], mark: Mark) -> None:
-        homes = [home_of(bucket) for bucket in buckets]
-        found = [
-            (shard.param, one) for home in homes for shard, one in zip(home.shards, home.packed.ranges, strict=True)
-        ]
-        self._keeper.store_parameters([(param, one.start, one.stop) for param, one in found], mark)
-        self._versions.update((param, version_of(param)) for param, _ in found)
-
     def committed(self, updated: Sequence[Mark]) -> None:
-        self._keeper.stored.update(self._versions)
+        pass
 
 
 class Recoverable:
@@ -108,7 +95,6 @@ class Recoverable:
     Attributes:
         commits: number of the last commit, counted over all processes that have trained in the folder.
         extra: what that commit was given, in a process that has recovered it; else ``None``.
-        stored: by parameter that stays on the device, its version when the files of the next commit got it.
     """
 
     stores_kept = True
@@ -118,12 +104,13 @@ class Recoverable:
         self._optimizer, self._engine, self._model = weakref.ref(optimizer), weakref.ref(engine), attachment.model
         self.folder, self._core = folder, weakref.ref(engine.core)
         self.commits, self.extra = 0, None
-        self.stored: dict[Tensor, object] = {}
         self._writer = ThreadPoolExecutor(1, "fsdp_offload commits")
         self._pending: _Commit | None = None
         self._newest: _Commit | None = None
         self._homes: list[ShardHome] = []
-        self._seen: list[object] | None = None  # their versions at the last commit, until the next step begins
+        self._seen: list[object] = []  # their versions at the last commit
+        self._watches = False  # until the next step begins
+        self._has_reduced = False  # so that all ranks are here
         self._which, self._steps, self._before = 1, engine.core.steps, 0
         self.arenas = [one for one in engine.plan.all_arenas if one.regions[0].nbytes]
         self._on_device = [one for one in params_of(optimizer) if one not in engine.weights.parts]
@@ -184,21 +171,16 @@ class Recoverable:
         """Return the bytes of a parameter that stays on the device, in one of the two files: flat, uint8."""
         return self._files[which].bytes[self._offsets[param] :][: local_shard(param).nbytes]
 
-    def store_parameters(
-        self, ranges: Iterable[tuple[Tensor, int, int]], written: Mark, which: int | None = None
-    ) -> None:
-        """Copy elements ``[start, stop)`` of parameters on the device to a file; ``None``: that of the next commit."""
-        core, copies = self._core(), []
-        assert core is not None, "its engine has called this"
-        which = 1 - self._which if which is None else which
-        for param, start, stop in ranges:
-            if param in self._offsets and stop > start:
-                local = local_shard(param).detach()
-                target = self._of_device(param, which)[start * local.itemsize : stop * local.itemsize]
-                copies.append((target, local.reshape(-1)[start:stop].view(torch.uint8)))
+    def _store_parameters(self, core: Core, which: int) -> None:
+        """Copy the parameters on the device to a file: all, as versions do not tell writes through ``.data``."""
+        copies = [
+            (self._of_device(one, which), local_shard(one).detach().reshape(-1).view(torch.uint8))
+            for one in self._on_device
+            if local_shard(one).numel()
+        ]
         if copies:
             store = core.lanes.store
-            store.wait(written)  # R3: the update, or other code, may still be writing the parameters
+            store.wait(core.lanes.compute.mark(), *core.updated.values())  # R3: all that has written the parameters
             store.copy(copies)
             mark = store.mark()
             for item in core.weights.values():
@@ -234,8 +216,9 @@ class Recoverable:
         engine.check_whole("commit()")
         if core.updates is not None:
             raise RuntimeError("commit() between a backward and step(): call it behind step().")
-        if not self.commits and core.steps == self._steps:
-            raise RuntimeError("commit() before the first step: there is nothing to go on from.")
+        if not self._has_reduced:
+            # Another rank may still have a commit of this number, of the process before.
+            raise RuntimeError("commit() before the first step: there is nothing new to go on from.")
         asleep = [
             one for one in self._on_device if (it := local_shard(one)).numel() and not it.untyped_storage().nbytes()
         ]
@@ -243,15 +226,15 @@ class Recoverable:
             raise RuntimeError(f"commit(): {engine.names.get(asleep[0])} is asleep. Call reload_model(model) first.")
         pickled, is_later = pickle.dumps(extra), core.steps > self._steps
         self._wait_written()
-        which = 1 - self._which if is_later else self._which
-        if not is_later and self._seen != self._versions():
-            # These homes, and this file, are not what they were at the last commit. If a step has begun since and was
-            # undone, those of the one before are not either.
-            newest = 0 if self._newest is None else self._newest.number
-            self.folder.prune(lambda number: number == self._before < newest)
+        # A step that has begun and was undone has overwritten what the commit before the last one had.
+        has_begun = self._newest is not None and self._newest.number == self._before
+        which = 1 - self._which if is_later or has_begun else self._which
+        now = versions_of(self._homes)
+        if not is_later and (not has_begun or now != self._seen[: len(now)]):
+            # These homes, or this file, are not what they were at the last commit.
+            self.folder.prune(lambda number: number == self._before and not has_begun)
         core.cache.flush()
-        missing = [one for one in self._on_device if self.stored.get(one) != version_of(one)]
-        self.store_parameters([(one, 0, local_shard(one).numel()) for one in missing], core.lanes.compute.mark(), which)
+        self._store_parameters(core, which)
         model = None if self._model is None else self._model()
         buffers = {} if model is None else {name: one.clone() for name, one in _saved_buffers(model)}
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
@@ -264,7 +247,7 @@ class Recoverable:
         made = _Commit(self.commits + 1, record, self._before, self._give_up)
         self._homes = [one.home for one in plan.housed()]
         engine.lending.lend(made, self._homes)
-        self._seen, self.stored = self._versions(), {}
+        self._seen, self._watches = self._versions(), True
         made.written = self._writer.submit(self._write, made, core.lanes.store.mark())
         self._pending, self.commits, self._which, self._steps = made, made.number, which, core.steps
 
@@ -302,7 +285,9 @@ class Recoverable:
         self.commits, self.extra, self._which = number, pickle.loads(record["extra"]), record["device"]
         self.folder.prune(lambda one: one == number)  # not a newer one, which other ranks have not
         self._newest, self._before = _Commit(number, {}, number, self._give_up), number
-        engine.lending.lend(self._newest, [one.home for one in engine.plan.housed()])
+        self._homes = [one.home for one in engine.plan.housed()]
+        engine.lending.lend(self._newest, self._homes)
+        self._seen, self._watches = self._versions(), True
         engine.failure = ""
 
     def _write(self, made: _Commit, stored: Mark) -> None:
@@ -334,14 +319,17 @@ class Recoverable:
     def before_reduction(self) -> None:
         """Wait for the last commit: a reduced gradient tells the other ranks that this rank has it."""
         self._wait_written()
-        if self._seen is not None:
-            if self._seen != self._versions():
-                raise RuntimeError(
-                    "weights or optimizer state were written between commit() and the backward, so that a recovery "
-                    "would find some of the old values and some of the new ones. Write them before commit(), or call "
-                    "commit() again behind the write."
-                )
-            self._seen = None
+        if self._watches and self._seen != self._versions():
+            raise RuntimeError(
+                "weights or optimizer state were written between commit() and the backward, so that a recovery would "
+                "find some of the old values and some of the new ones. Write them before commit(), or call commit() "
+                "again behind the write."
+                if self._has_reduced
+                else "weights or optimizer state were written between recover() and the backward, so that another "
+                "recovery would find some of the old values and some of the new ones. Write them before recover(), "
+                "which puts those of the commit in their place."
+            )
+        self._watches, self._has_reduced = False, True
 
     def begin(self) -> _Step:
         """Begin a step, which may write the homes of all commits but the newest one."""
@@ -354,7 +342,7 @@ class Recoverable:
             )
         if self._newest is not None:
             self._before = self._newest.number
-        return _Step(self)
+        return _Step()
 
     def _give_up(self) -> None:
         """Delete all commits: their homes are about to be written between two steps."""
@@ -366,7 +354,7 @@ class Recoverable:
             )
             self.folder.prune()
             self._newest.is_over = True
-            self._newest = self._seen = None
+            self._newest, self._watches = None, False
 
     def _versions(self) -> list[object]:
         return [*versions_of(self._homes), *(version_of(one) for one in self._on_device)]

@@ -315,6 +315,63 @@ def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMe
         assert is_same(other.values(), kept)
 
 
+def write_unseen(script: Script) -> None:
+    params = list(script.model.parameters())
+    for param in params[::2]:
+        param.data.mul_(0.5)
+    with torch.no_grad():
+        torch._foreach_mul_(params[1::2], 0.5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_commit_has_writes_that_no_version_tells(mesh: DeviceMesh, memory: Path, mode: str) -> None:
+    script = Script(mesh, **MODES[mode])
+    run = recoverable(script.optimizer, memory)
+    for step in range(2):
+        script.step(step)
+        write_unseen(script)
+        run.commit(step)
+    kept = script.values()
+    let_go(run)
+    other = Script(mesh, **MODES[mode])
+    assert recover(other.optimizer, memory).extra == 1
+    assert is_same(other.values(), kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_recovered_process_changes_nothing_before_its_first_step(mesh: DeviceMesh, memory: Path, mode: str) -> None:
+    kept = committed(mesh, memory, **MODES[mode])
+    script = Script(mesh, **MODES[mode])
+    run = recover(script.optimizer, memory)
+    with pytest.raises(RuntimeError, match="before the first step"):  # another rank may still have a newer commit
+        run.commit()
+    with torch.no_grad():
+        next(script.model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match=r"were written between recover\(\) and the backward"):
+        script.backward(3)
+    let_go(run)
+    if mode != "parameters":
+        other = Script(mesh, **MODES[mode])
+        recover(other.optimizer, memory)
+        assert is_same(other.values(), kept)
+
+
+def test_a_step_may_be_skipped_before_any_was_made(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    script.backward(0)  # a GradScaler finds an inf
+    script.optimizer.zero_grad()
+    run.commit("skipped")
+    let_go(run)
+    other = Script(mesh, lr=0.5)
+    again = recover(other.optimizer, memory)
+    assert again.extra == "skipped"
+    assert is_same([*other.values()], script.values())
+    other.step(1)
+    again.commit()
+    again.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_load_ends_all_commits_until_the_next(mesh: DeviceMesh, memory: Path, mode: str) -> None:
     script = Script(mesh, **MODES[mode])
