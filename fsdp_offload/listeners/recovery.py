@@ -111,6 +111,9 @@ class Recoverable:
         self._seen: list[object] = []  # their versions at the last commit
         self._watches = False  # until the next step begins
         self._has_reduced = False  # so that all ranks are here
+        known = {*params_of(optimizer), *engine.weights.parts}
+        theirs = {} if self._model is None else parameters_of(self._model() or nn.Module())
+        self._theirs = {param: (name, version_of(param)) for param, name in theirs.items() if param not in known}
         self._which, self._steps, self._before = 1, engine.core.steps, 0
         self.arenas = [one for one in engine.plan.all_arenas if one.regions[0].nbytes]
         self._on_device = [one for one in params_of(optimizer) if one not in engine.weights.parts]
@@ -218,12 +221,18 @@ class Recoverable:
             raise RuntimeError("commit() between a backward and step(): call it behind step().")
         if not self._has_reduced:
             # Another rank may still have a commit of this number, of the process before.
-            raise RuntimeError("commit() before the first step: there is nothing new to go on from.")
+            raise RuntimeError("commit() before the first step: there is nothing to go on from.")
         asleep = [
             one for one in self._on_device if (it := local_shard(one)).numel() and not it.untyped_storage().nbytes()
         ]
         if asleep:
             raise RuntimeError(f"commit(): {engine.names.get(asleep[0])} is asleep. Call reload_model(model) first.")
+        if written := [name for param, (name, version) in self._theirs.items() if version_of(param) != version]:
+            raise RuntimeError(
+                f"commit(): {listed(written)} was written, and is not in the optimizer: a recovery would not find it. "
+                "Add it to a param group (it may be frozen) before offload_optimizer(). If that was a load, call "
+                "close(), and recoverable() again."
+            )
         pickled, is_later = pickle.dumps(extra), core.steps > self._steps
         self._wait_written()
         # A step that has begun and was undone has overwritten what the commit before the last one had.
@@ -579,7 +588,7 @@ def _prepare(
         raise ValueError(f"{function}: {wrong}.")
     engine.check_usable(function)
     run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
-    run.folder.hold()
+    run.folder.hold(_world())
     return first, attachment, model, run
 
 

@@ -199,7 +199,8 @@ def test_only_a_commit_of_all_ranks_counts(mesh: DeviceMesh, memory: Path) -> No
     committed(mesh, memory)
     layout = memory / "rank-00000" / "layout.json"
     layout.write_text(json.dumps(json.loads(layout.read_text()) | {"ranks_here": 2}))
-    assert newest_commit(memory) is None
+    with pytest.raises(RuntimeError, match="of a run with 2 ranks on this host, and folders of 1"):
+        newest_commit(memory)  # None would have the script begin anew
     shutil.copytree(memory / "rank-00000", memory / "rank-00001")
     assert newest_commit(memory) == 3
     (memory / "rank-00001" / "commit-00000003").unlink()
@@ -226,11 +227,40 @@ def test_two_runs_do_not_share_a_folder(mesh: DeviceMesh, memory: Path) -> None:
     def is_refused() -> bool:
         folders._held.clear()  # of the parent
         with pytest.raises(RuntimeError, match="is in use"):
-            folders.RankFolder(memory / "rank-00000").hold()
+            folders.RankFolder(memory / "rank-00000").hold(1)
         return True
 
     assert in_forked_child(is_refused) == 0
     run.close()
+
+
+def test_a_folder_of_more_ranks_is_refused(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    (memory / "rank-00001").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="has rank-00001 of a run with more ranks than 1"):
+        recoverable(script.optimizer, memory)
+
+
+def test_a_write_to_a_frozen_parameter_that_no_commit_has_is_refused(mesh: DeviceMesh, memory: Path) -> None:
+    for number, fields in enumerate(MODES.values()):
+        script = Script(mesh, attach=False)
+        teacher = script.model[1].requires_grad_(False)
+        trained = [one for one in script.model.parameters() if one.requires_grad]
+        script.optimizer = torch.optim.AdamW(trained, lr=0.1)
+        offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(**fields))
+        run = recoverable(script.optimizer, memory / str(number))
+        for step in range(3):
+            script.step(step)
+            run.commit()
+        with torch.no_grad():
+            teacher.weight.mul_(2)
+        script.optimizer.zero_grad()
+        if "parameters" in fields:  # it has a home
+            run.commit()
+        else:
+            with pytest.raises(RuntimeError, match=r"1.weight was written, and is not in the optimizer"):
+                run.commit()
+        run.close()
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
