@@ -83,9 +83,6 @@ class Updates:
         """Bind the tensors that one update of ``buckets`` needs; return those that it reads, and the update."""
         raise NotImplementedError
 
-    def updated(self, buckets: Sequence[Bucket]) -> None:
-        """With ``stores_kept``: store what the update of ``buckets``, issued just now, has changed in no home."""
-
     def on_host(self, bucket: Bucket, after: Sequence[Mark]) -> Mark:
         """Let the CPU update ``bucket`` once the marks ``after`` have passed; return the update's mark at once."""
         raise NotImplementedError
@@ -522,8 +519,6 @@ class Core:
 
         State that is not kept gives up its place: the next load waits for its store, and not for later ones.
         """
-        if updates.stores_kept:
-            updates.updated(buckets)
         number_of = {item: number for one in buckets for number, item in zip(one.groups, one.weights, strict=True)}
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in number_of

@@ -40,9 +40,6 @@ class Heard(Protocol):
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
         """Call ``run``, which updates ``ranges`` on the current stream; their parameters are on the device."""
 
-    def updated(self, buckets: Sequence[Bucket]) -> None:
-        """If a listener has ``stores_kept``: handle that the update of ``buckets`` has been issued."""
-
     def committed(self, updated: Sequence[Mark]) -> None:
         """Handle the end of the step, whose updates have run once the marks ``updated`` have passed."""
 
@@ -191,10 +188,6 @@ class Step(Turning):
         bucket.state.home.wait_unread()  # R4: a save may still be reading a home that has no spare one
         ranges = [one for one, _ in self._to_update(bucket)]
         return host.update(bucket.number, ranges, self.states, moving, after)
-
-    def updated(self, buckets: Sequence[Bucket]) -> None:
-        for heard in self.heard:
-            heard.updated(buckets)
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind the tensors of an update now: the user may exchange them before it runs."""

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from ..api.wrapped import IF_NOT, attachment_of, optimizers_in
 from ..checkpoint.chunks import chunks_of, flat_index
-from ..core.buckets import Bucket
 from ..device.lanes import Mark
 from ..engine.engine import Engine
 from ..engine.homes import home_of
@@ -113,9 +112,6 @@ class _Step:
         while batches:
             with unseen():
                 self._compare(*batches.pop(0))
-
-    def updated(self, buckets: Sequence[Bucket]) -> None:
-        """Do nothing: the update itself has compared."""
 
     def _compare(self, batch: Batch, both: Tensor) -> None:
         batch.copy(both[1])

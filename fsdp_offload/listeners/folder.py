@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,22 @@ def newest_commit(folder: str | os.PathLike[str]) -> int | None:
     """Return the number of the newest commit that all ranks of this host have in ``folder``; ``None`` without one.
 
     With ranks on several hosts, whose folders are their own, :func:`recover` wants the smallest number of all hosts.
+
+    Raises:
+        RuntimeError: there are commits, and more or fewer ranks than have made them.
     """
     ranks = [RankFolder(path) for path in Path(folder).glob("rank-*")]
     layouts = [one.layout() for one in ranks]
-    if not ranks or any(layout is None or layout["ranks_here"] != len(ranks) for layout in layouts):
+    commits = [set(one.commits()) for one in ranks]
+    if None in layouts or not any(commits):
         return None
-    common = set.intersection(*(set(one.commits()) for one in ranks))
-    return max(common, default=None)
+    if (wanted := {layout["ranks_here"] for layout in layouts if layout}) != {len(ranks)}:
+        raise RuntimeError(
+            f"{folder} has commits of a run with {min(wanted)} ranks on this host, and folders of {len(ranks)}: it was "
+            "changed, or LOCAL_WORLD_SIZE was not set as torchrun does. Put back what is missing and move away what "
+            "another run has left; or delete all of it to begin anew."
+        )
+    return max(set.intersection(*commits), default=None)
 
 
 class RankFolder:
@@ -59,13 +68,20 @@ class RankFolder:
 
     # For the process that trains --------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
-        """Make the folder if there is none, and hold it until this process ends.
+    def hold(self, ranks: int) -> None:
+        """Make the folder of one of ``ranks`` if there is none, and hold it until this process ends.
 
         Raises:
             ValueError: it does not lie in memory.
-            RuntimeError: another process, or another optimizer of this one, holds it; or another user owns it.
+            RuntimeError: another process, or another optimizer of this one, holds it; or another user owns it; or there
+                are folders of more ranks.
         """
+        names = {path.name for path in self.path.parent.glob("rank-*")}
+        if more := sorted(names - {f"rank-{rank:05d}" for rank in range(ranks)}):
+            raise RuntimeError(
+                f"{self.path.parent} has {more[0]} of a run with more ranks than {ranks}. Delete that folder, or give "
+                "another one."
+            )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         where = self.path.resolve()
         if (kind := _file_system_of(where)) not in _IN_MEMORY:
@@ -86,8 +102,8 @@ class RankFolder:
             if lock is not None:
                 os.close(lock)
             raise RuntimeError(
-                f"{self.path} is in use: another run trains in it, or another optimizer. Give each run and each "
-                "optimizer a folder of its own."
+                f"{self.path} is in use: another run trains in it, or another optimizer. Give each a folder of its "
+                "own, or call close() of the one before, in a notebook, with deletes=False."
             ) from None
         self._lock = lock
         _held.add(where)
@@ -130,10 +146,10 @@ class RankFolder:
         found: dict[str, Any] = torch.load(self.path / f"commit-{number:08d}", weights_only=False)
         return found
 
-    def prune(self, keep: int | None = None) -> None:
-        """Delete all commits but ``keep``."""
+    def prune(self, keeps: Callable[[int], bool] = lambda _: False) -> None:
+        """Delete all commits but those whose number it ``keeps``."""
         for number in self.commits():
-            if number != keep:
+            if not keeps(number):
                 (self.path / f"commit-{number:08d}").unlink()
 
     @contextmanager

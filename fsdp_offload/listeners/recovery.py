@@ -16,6 +16,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..api.wrapped import IF_NOT, Attachment, attachment_of, optimizers_in
-from ..core.buckets import Bucket
 from ..core.loop import Core
 from ..core.packing import place_homes
 from ..device.arena import Region
@@ -60,13 +60,29 @@ class _OnDevice:
         self.value = value
 
 
+@dataclass(eq=False)
 class _Commit:
-    """One commit: a :class:`~fsdp_offload.state.shard.Reader` of its homes, until a later one has been written."""
+    """One commit: a :class:`~fsdp_offload.state.shard.Reader` of its homes, until a later one has been written.
 
-    def __init__(self, number: int, record: dict[str, Any], give_up: Callable[[], None]) -> None:
-        self.number, self.record, self._give_up = number, record, give_up
-        self.is_over = False
-        self.written: Future[None] = Future()
+    Attributes:
+        number: that of its record.
+        which: the file that has its parameters of the device.
+        homes, seen: its homes, and their versions with those of parameters on the device, when it was made.
+        before: number of the commit that all ranks have once its stores have ended.
+        give_up: deletes all commits.
+        record: what is written; empty behind that.
+        written: ends when the record is written.
+    """
+
+    number: int
+    which: int
+    homes: list[ShardHome]
+    seen: list[object]
+    before: int
+    give_up: Callable[[], None]
+    record: dict[str, Any] = field(default_factory=dict)
+    written: Future[None] = field(default_factory=Future)
+    is_over: bool = False
 
     def is_reading(self) -> bool:
         return not self.is_over
@@ -77,29 +93,17 @@ class _Commit:
     def wait(self) -> None:
         """Give the homes up: a load, or other code, is about to write them between two steps."""
         if not self.is_over:
-            self._give_up()
+            self.give_up()
 
 
 class _Step:
-    """Stores the parameters that stay on the device, right after each update."""
-
-    def __init__(self, keeper: "Recoverable") -> None:
-        self._keeper = keeper
-        self._versions: dict[Tensor, object] = {}
+    """Hears of a step and does nothing: :meth:`Recoverable.commit` comes behind it."""
 
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
         run()
 
-    def updated(self, buckets: Sequence[Bucket]) -> None:
-        homes = [home_of(bucket) for bucket in buckets]
-        found = [
-            (shard.param, one) for home in homes for shard, one in zip(home.shards, home.packed.ranges, strict=True)
-        ]
-        self._keeper.store_parameters([(param, one.start, one.stop) for param, one in found], buckets[0].state.updated)
-        self._versions.update((param, version_of(param)) for param, _ in found)
-
     def committed(self, updated: Sequence[Mark]) -> None:
-        self._keeper.stored.update(self._versions)
+        pass
 
 
 class Recoverable:
@@ -108,7 +112,6 @@ class Recoverable:
     Attributes:
         commits: number of the last commit, counted over all processes that have trained in the folder.
         extra: what that commit was given, in a process that has recovered it; else ``None``.
-        stored: by parameter that stays on the device, its version when the files of the next commit got it.
     """
 
     stores_kept = True
@@ -118,13 +121,15 @@ class Recoverable:
         self._optimizer, self._engine, self._model = weakref.ref(optimizer), weakref.ref(engine), attachment.model
         self.folder, self._core = folder, weakref.ref(engine.core)
         self.commits, self.extra = 0, None
-        self.stored: dict[Tensor, object] = {}
         self._writer = ThreadPoolExecutor(1, "fsdp_offload commits")
         self._pending: _Commit | None = None
         self._newest: _Commit | None = None
-        self._homes: list[ShardHome] = []
-        self._seen: list[object] | None = None  # their versions at the last commit, until the next step begins
-        self._which, self._steps, self._before = 1, engine.core.steps, 0
+        self._before = 0  # number of the newest commit when the last step began
+        self._watches = False  # from a commit until the next step begins
+        self._has_reduced = False  # in this process, so that all ranks are here
+        known = {*params_of(optimizer), *engine.weights.parts}
+        theirs = {} if self._model is None else parameters_of(self._model() or nn.Module())
+        self._theirs = {param: (name, version_of(param)) for param, name in theirs.items() if param not in known}
         self.arenas = [one for one in engine.plan.all_arenas if one.regions[0].nbytes]
         self._on_device = [one for one in params_of(optimizer) if one not in engine.weights.parts]
         self._places = place_homes([local_shard(one).nbytes] for one in self._on_device)
@@ -185,21 +190,16 @@ class Recoverable:
         """Return the bytes of a parameter that stays on the device, in one of the two files: flat, uint8."""
         return self._files[which].bytes[self._offsets[param] :][: local_shard(param).nbytes]
 
-    def store_parameters(
-        self, ranges: Iterable[tuple[Tensor, int, int]], written: Mark | None, which: int | None = None
-    ) -> None:
-        """Copy elements ``[start, stop)`` of parameters on the device to a file; ``None``: that of the next commit."""
-        core, copies = self._core(), []
-        assert core is not None, "its engine has called this"
-        which = 1 - self._which if which is None else which
-        for param, start, stop in ranges:
-            if param in self._offsets and stop > start:
-                local = local_shard(param).detach()
-                target = self._of_device(param, which)[start * local.itemsize : stop * local.itemsize]
-                copies.append((target, local.reshape(-1)[start:stop].view(torch.uint8)))
+    def _store_parameters(self, core: Core, which: int) -> None:
+        """Copy the parameters on the device to a file: all, as versions do not tell writes through ``.data``."""
+        copies = [
+            (self._of_device(one, which), local_shard(one).detach().reshape(-1).view(torch.uint8))
+            for one in self._on_device
+            if local_shard(one).numel()
+        ]
         if copies:
             store = core.lanes.store
-            store.wait(written)  # R3: the update, or other code, may still be writing the parameters
+            store.wait(core.lanes.compute.mark(), *core.updated.values())  # R3: all that has written the parameters
             store.copy(copies)
             mark = store.mark()
             for item in core.weights.values():
@@ -228,38 +228,48 @@ class Recoverable:
         engine.check_whole("commit()")
         if core.updates is not None:
             raise RuntimeError("commit() between a backward and step(): call it behind step().")
-        if not self.commits and core.steps == self._steps:
+        if not self._has_reduced:
+            # Another rank may still have a commit of this number, of the process before.
             raise RuntimeError("commit() before the first step: there is nothing to go on from.")
         asleep = [
             one for one in self._on_device if (it := local_shard(one)).numel() and not it.untyped_storage().nbytes()
         ]
         if asleep:
             raise RuntimeError(f"commit(): {engine.names.get(asleep[0])} is asleep. Call reload_model(model) first.")
-        pickled, is_later = pickle.dumps(extra), core.steps > self._steps
+        if written := [name for param, (name, version) in self._theirs.items() if version_of(param) != version]:
+            raise RuntimeError(
+                f"commit(): {listed(written)} was written, and is not in the optimizer: a recovery would not find it. "
+                "Add it to a param group (it may be frozen) before offload_optimizer(). If that was a load, call "
+                "close(), and recoverable() again."
+            )
+        pickled = pickle.dumps(extra)
         self._wait_written(forgives=True)
         states = states_of(optimizer).unwaited
         engine.adopt_exchanged(states)
-        which = 1 - self._which if is_later else self._which
-        if not is_later and self._seen != self._versions():
-            self.folder.prune(self._before)  # these homes, and this file, are not what they were at the last commit
+        homes, last = [one.home for one in engine.plan.housed()], self._newest
+        has_begun = last is None or last.number == self._before
+        which = 0 if last is None else last.which ^ has_begun
+        if last is not None:
+            # Homes that both share, as no step has begun or they had no gradient, may have been written since.
+            there = set(homes)
+            both = zip(last.homes, last.seen, strict=False)
+            if not has_begun or any(one in there and versions_of([one]) != version for one, version in both):
+                self.folder.prune(lambda number: number == self._before and not has_begun)
         core.cache.flush()
-        missing = [one for one in self._on_device if self.stored.get(one) != version_of(one)]
-        self.store_parameters([(one, 0, local_shard(one).numel()) for one in missing], core.lanes.compute.mark(), which)
+        self._store_parameters(core, which)
         model = None if self._model is None else self._model()
         buffers = {} if model is None else {name: one.clone() for name, one in _saved_buffers(model)}
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
         plan, state = engine.plan, list[dict[str, Any]]()
         for param, shard in plan.shards.items():
-            entry, homes = states.get(param), shard.homes
-            state.append({name: _AtHome() if value is homes.get(name) else value for name, value in entry.items()})
+            entry, its = states.get(param), shard.homes
+            state.append({name: _AtHome() if value is its.get(name) else value for name, value in entry.items()})
         record = _snapshot({"groups": groups, "state": state, "buffers": buffers}, core)
         record |= {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
-        made = _Commit(self.commits + 1, record, self._give_up)
-        self._homes = [one.home for one in plan.housed()]
-        engine.lending.lend(made, self._homes)
-        self._seen, self.stored = self._versions(), {}
+        made = _Commit(self.commits + 1, which, homes, self._versions(homes), self._before, self._give_up, record)
+        engine.lending.lend(made, homes)
         made.written = self._writer.submit(self._write, made, core.lanes.store.mark())
-        self._pending, self.commits, self._which, self._steps = made, made.number, which, core.steps
+        self._pending, self.commits, self._watches = made, made.number, True
 
     def go_on(self, number: int, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
         """Make what commit ``number`` has what the optimizer and the model have, and go on from it."""
@@ -280,8 +290,8 @@ class Recoverable:
             for (param, shard), entry in zip(engine.plan.shards.items(), record["state"], strict=True):
                 if entry or states.has(param):
                     states.of(param).clear()
-                    homes = {name: shard.homes[name] for name, value in entry.items() if isinstance(value, _AtHome)}
-                    states.of(param).update(back(entry) | homes)
+                    its = {name: shard.homes[name] for name, value in entry.items() if isinstance(value, _AtHome)}
+                    states.of(param).update(back(entry) | its)
             for group, its in zip(optimizer.param_groups, record["groups"], strict=True):
                 group.update(back(its))
             for param in self._on_device:
@@ -293,14 +303,19 @@ class Recoverable:
         for param, shard in engine.plan.shards.items():
             shard.existed = bool(states.get(param))
         engine.note_made(states)
-        self.commits, self.extra, self._which = number, pickle.loads(record["extra"]), record["device"]
-        self.folder.prune(number)  # a newer one, which other ranks have not
-        self._newest, self._before = _Commit(number, {}, self._give_up), number
-        engine.lending.lend(self._newest, [one.home for one in engine.plan.housed()])
+        self.commits, self.extra, self._before = number, pickle.loads(record["extra"]), number
+        self.folder.prune(lambda one: one == number)  # not a newer one, which other ranks have not
+        homes = [one.home for one in engine.plan.housed()]
+        self._newest = _Commit(number, record["device"], homes, self._versions(homes), number, self._give_up)
+        engine.lending.lend(self._newest, homes)
+        self._watches = True
         engine.failure = ""
 
     def _write(self, made: _Commit, stored: Mark) -> None:
         stored.synchronize()  # R2, on the host
+        # The device has reduced gradients of this step, so that all ranks have the commit before it. The host did not
+        # know that when it issued the step, which may have been long before.
+        self.folder.prune(lambda number: number >= made.before)
         self.folder.write(made.number, made.record)
         made.record = {}
 
@@ -326,14 +341,17 @@ class Recoverable:
     def before_reduction(self) -> None:
         """Wait for the last commit: a reduced gradient tells the other ranks that this rank has it."""
         self._wait_written()
-        if self._seen is not None:
-            if self._seen != self._versions():
-                raise RuntimeError(
-                    "weights or optimizer state were written between commit() and the backward, so that a recovery "
-                    "would find some of the old values and some of the new ones. Write them before commit(), or call "
-                    "commit() again behind the write."
-                )
-            self._seen = None
+        if self._watches and self._newest is not None and self._newest.seen != self._versions(self._newest.homes):
+            raise RuntimeError(
+                "weights or optimizer state were written between commit() and the backward, so that a recovery would "
+                "find some of the old values and some of the new ones. Write them before commit(), or call commit() "
+                "again behind the write."
+                if self._has_reduced
+                else "weights or optimizer state were written between recover() and the backward, so that another "
+                "recovery would find some of the old values and some of the new ones. Write them before recover(), "
+                "which puts those of the commit in their place."
+            )
+        self._watches, self._has_reduced = False, True
 
     def begin(self) -> _Step:
         """Begin a step, which may write the homes of all commits but the newest one."""
@@ -346,8 +364,7 @@ class Recoverable:
             )
         if self._newest is not None:
             self._before = self._newest.number
-            self.folder.prune(self._before)
-        return _Step(self)
+        return _Step()
 
     def _give_up(self) -> None:
         """Delete all commits: their homes are about to be written between two steps."""
@@ -359,10 +376,10 @@ class Recoverable:
             )
             self.folder.prune()
             self._newest.is_over = True
-            self._newest = self._seen = None
+            self._newest, self._watches = None, False
 
-    def _versions(self) -> list[object]:
-        return [*versions_of(self._homes), *(version_of(one) for one in self._on_device)]
+    def _versions(self, homes: Sequence[ShardHome]) -> list[object]:
+        return [*(versions_of([one]) for one in homes), *(version_of(one) for one in self._on_device)]
 
     def _still(self, what: str) -> tuple[Engine, Optimizer, Core]:
         """Return the engine, the optimizer and the core, whose homes are still those in the files."""
@@ -589,7 +606,7 @@ def _prepare(
         raise ValueError(f"{function}: {wrong}.")
     engine.check_usable(function)
     run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
-    run.folder.hold()
+    run.folder.hold(_world())
     return first, attachment, model, run
 
 

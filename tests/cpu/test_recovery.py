@@ -127,6 +127,22 @@ def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: Dev
     assert same_values(other.values(), kept)
 
 
+def test_a_commit_stays_until_the_device_has_reduced_with_all_ranks(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    for step in range(3):
+        script.step(step)
+        if step < 2:
+            run.commit()
+            run._wait_written()
+    # The host has issued the third step: a GPU, and another rank, may still be at the second one.
+    assert run.folder.commits() == [1, 2]
+    run.commit()
+    run._wait_written()
+    assert run.folder.commits() == [2, 3]
+    run.close()
+
+
 def test_homes_are_in_two_files_and_nowhere_else(mesh: DeviceMesh, memory: Path, caplog: Any) -> None:
     script = Script(mesh, parameters=True)
     run = recoverable(script.optimizer, memory)
@@ -182,7 +198,8 @@ def test_only_a_commit_of_all_ranks_counts(mesh: DeviceMesh, memory: Path) -> No
     committed(mesh, memory)
     layout = memory / "rank-00000" / "layout.json"
     layout.write_text(json.dumps(json.loads(layout.read_text()) | {"ranks_here": 2}))
-    assert newest_commit(memory) is None
+    with pytest.raises(RuntimeError, match="of a run with 2 ranks on this host, and folders of 1"):
+        newest_commit(memory)  # None would have the script begin anew
     shutil.copytree(memory / "rank-00000", memory / "rank-00001")
     assert newest_commit(memory) == 3
     (memory / "rank-00001" / "commit-00000003").unlink()
@@ -209,11 +226,40 @@ def test_two_runs_do_not_share_a_folder(mesh: DeviceMesh, memory: Path) -> None:
     def is_refused() -> bool:
         folders._held.clear()  # of the parent
         with pytest.raises(RuntimeError, match="is in use"):
-            folders.RankFolder(memory / "rank-00000").hold()
+            folders.RankFolder(memory / "rank-00000").hold(1)
         return True
 
     assert in_forked_child(is_refused) == 0
     run.close()
+
+
+def test_a_folder_of_more_ranks_is_refused(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    (memory / "rank-00001").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="has rank-00001 of a run with more ranks than 1"):
+        recoverable(script.optimizer, memory)
+
+
+def test_a_write_to_a_frozen_parameter_that_no_commit_has_is_refused(mesh: DeviceMesh, memory: Path) -> None:
+    for number, fields in enumerate(MODES.values()):
+        script = Script(mesh, attach=False)
+        teacher = script.model[1].requires_grad_(False)
+        trained = [one for one in script.model.parameters() if one.requires_grad]
+        script.optimizer = torch.optim.AdamW(trained, lr=0.1)
+        offload_optimizer(script.optimizer, model=script.model, policy=OffloadPolicy(**fields))
+        run = recoverable(script.optimizer, memory / str(number))
+        for step in range(3):
+            script.step(step)
+            run.commit()
+        with torch.no_grad():
+            teacher.weight.mul_(2)
+        script.optimizer.zero_grad()
+        if "parameters" in fields:  # it has a home
+            run.commit()
+        else:
+            with pytest.raises(RuntimeError, match=r"1.weight was written, and is not in the optimizer"):
+                run.commit()
+        run.close()
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -344,6 +390,28 @@ def test_a_commit_that_cannot_be_written_stops_training_until_another_is(
     assert same_values(other.values(), kept)
 
 
+def test_a_write_to_what_had_no_gradient_ends_the_commit_before(
+    mesh: DeviceMesh, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    script.step(0)
+    run.commit(0)
+    script.backward(1)
+    first = next(script.model.parameters())
+    first.grad = None
+    script.optimizer.step()  # the state of this parameter is where it was for the commit
+    script.optimizer.zero_grad()
+    script.optimizer.state[first]["exp_avg"].mul_(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", partial(raised, iter([OSError(28, "killed before it is written")])))
+        run.commit(1)
+        with pytest.raises(OSError, match="killed"):
+            script.step(2)
+    assert newest_commit(memory) is None
+    run.close()
+
+
 def test_memory_that_does_not_suffice_leaves_the_optimizer_as_it_was(
     mesh: DeviceMesh, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +447,63 @@ def sized(file: Any) -> Any:
             yield descriptor
 
     return opened
+
+
+def write_unseen(script: Script) -> None:
+    params = list(script.model.parameters())
+    for param in params[::2]:
+        param.data.mul_(0.5)
+    with torch.no_grad():
+        torch._foreach_mul_(params[1::2], 0.5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_commit_has_writes_that_no_version_tells(mesh: DeviceMesh, memory: Path, mode: str) -> None:
+    script = Script(mesh, **MODES[mode])
+    run = recoverable(script.optimizer, memory)
+    for step in range(2):
+        script.step(step)
+        write_unseen(script)
+        run.commit(step)
+    kept = script.values()
+    let_go(run)
+    other = Script(mesh, **MODES[mode])
+    assert recover(other.optimizer, memory).extra == 1
+    assert same_values(other.values(), kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_recovered_process_changes_nothing_before_its_first_step(mesh: DeviceMesh, memory: Path, mode: str) -> None:
+    kept = committed(mesh, memory, **MODES[mode])
+    script = Script(mesh, **MODES[mode])
+    run = recover(script.optimizer, memory)
+    with pytest.raises(RuntimeError, match="before the first step"):  # another rank may still have a newer commit
+        run.commit()
+    with torch.no_grad():
+        next(script.model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match=r"were written between recover\(\) and the backward"):
+        script.backward(3)
+    let_go(run)
+    if mode != "parameters":
+        other = Script(mesh, **MODES[mode])
+        recover(other.optimizer, memory)
+        assert same_values(other.values(), kept)
+
+
+def test_a_step_may_be_skipped_before_any_was_made(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    script.backward(0)  # a GradScaler finds an inf
+    script.optimizer.zero_grad()
+    run.commit("skipped")
+    let_go(run)
+    other = Script(mesh, lr=0.5)
+    again = recover(other.optimizer, memory)
+    assert again.extra == "skipped"
+    assert same_values([*other.values()], script.values())
+    other.step(1)
+    again.commit()
+    again.close()
 
 
 @pytest.mark.parametrize("mode", MODES)

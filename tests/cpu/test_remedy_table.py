@@ -1106,6 +1106,10 @@ ELSEWHERE = {
         "belongs to another user",
         "another run trains in it",
         "no room for  bytes more",
+        "of a run with more ranks than",
+        "was not set as torchrun does",
+        "a recovery would not find it",
+        "were written between recover() and the backward",
     ),
     "tests/cpu/test_weights_from_homes.py": (
         "was called for within a loop",
