@@ -393,7 +393,7 @@ def test_a_commit_that_cannot_be_written_stops_training_until_another_is(
 def test_a_write_to_what_had_no_gradient_ends_the_commit_before(
     mesh: DeviceMesh, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Script(mesh)
+    script = Script(mesh, width=24, bucket_bytes=1024, device_bytes=8192)  # state of weights is cut
     run = recoverable(script.optimizer, memory)
     script.step(0)
     run.commit(0)
