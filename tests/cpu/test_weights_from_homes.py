@@ -103,7 +103,6 @@ def test_what_it_refuses(mesh: DeviceMesh) -> None:
         write()
     with pytest.raises(TypeError, match=r"Write weights\(model\)|expected a torch.nn.Module"):
         weights(loop.optimizer)  # type: ignore[arg-type]
-    loop = Loop(mesh, adamw, on_host({"overlap": "forward"})).train(2)
 
 
 @EVERY_POLICY
