@@ -466,7 +466,7 @@ def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recover
         offload_optimizer(optimizer, model=model)
         if newest_commit(folder) is None:
             run = recoverable(optimizer, folder)
-        else:                                       # the same lines in the process that takes over
+        else:                                       # in the process that takes over
             run = recover(optimizer, folder)
             scheduler.load_state_dict(run.extra["scheduler"])
         ...
