@@ -51,7 +51,7 @@ def step_again(loop: Loop, at: int) -> None:
 def hold(loop: Loop, at: int) -> None:
     """Tensors over parameters stay what they are."""
     usual(loop, at)
-    held = [local(param.detach()) for param in loop.params.values()]
+    held = [local(param.detach()) for param in loop.params]
     usual(loop, at + 40)
     loop.seen += [one.double().sum().item() for one in held]
 
