@@ -112,11 +112,11 @@ def test_a_slow_host_never_blocks_the_backward(device: torch.device) -> None:
         if not is_offloaded(loop.optimizer):
             HABITS["usual"](loop, at)
             return
-        before = {name: local(param.detach()).clone() for name, param in loop.params.items()}
+        before = {name: local(param.detach()).clone() for name, param in loop.named.items()}
         with host_worker_gate.closed(loop.optimizer):
             loop.backward(at)
             torch.cuda.synchronize()
-            changed = {name for name, param in loop.params.items() if not torch.equal(local(param), before[name])}
+            changed = {name for name, param in loop.named.items() if not torch.equal(local(param), before[name])}
             assert changed == before.keys() - loop.hosted()
         loop.step()
 
