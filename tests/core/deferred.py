@@ -53,6 +53,11 @@ class World:
         """Queue an action; perhaps run some that may run, in any order."""
         self.waiting[action] = None
         while self.waiting and self.random.random() < self.eagerness:
+            self.run_one()
+
+    def run_one(self) -> None:
+        """Run an action that may run, if there is one."""
+        if self.waiting:
             self._run(self.random.choice([one for one in self.waiting if all(o.done for o in one.after)]))
 
     def finish(self, action: Action) -> None:

@@ -140,6 +140,9 @@ def test_a_commit_stays_until_the_device_has_reduced_with_all_ranks(mesh: Device
     run.commit()
     run._wait_written()
     assert run.folder.commits() == [2, 3]
+    run.commit()
+    run._wait_written()
+    assert run.folder.commits() == [2, 4], "another rank may still be at 2"
     run.close()
 
 
