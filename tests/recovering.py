@@ -40,7 +40,7 @@ BUCKET_BYTES = 2048
 
 
 class Program(NamedTuple):
-    """What a run is made of, drawn from a seed."""
+    """The parts of a run, drawn from a seed."""
 
     overlap: str
     parameters: bool

@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..device.lanes import refuse_capture
 from ..engine.engine import Engine, find_offloaded
-from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard
+from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard, world_size
 from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
 from ..fsdp.homed import is_homed
 from ..model.sleep import is_asleep
@@ -274,7 +273,7 @@ def options_without_effect(engine: Engine, groups: int) -> Iterator[str]:
         )
     # Only a warning: DDP has plain parameters on purpose, and Megatron's DistributedOptimizer its own shards. Whether
     # parameters will be exchanged later cannot be known now.
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = world_size()
     are_plain = all(isinstance(param, nn.Parameter) and not is_dtensor(param) for param in engine.names)
     if ranks > 1 and engine.names and are_plain:
         yield (

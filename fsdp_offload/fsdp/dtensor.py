@@ -186,10 +186,14 @@ def placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
+def world_size() -> int:
+    """Return the number of all ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def may_be_another_ranks(tensor: Tensor) -> bool:
     """Return whether ranks outside the mesh of ``tensor`` may have another tensor of the same name."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return ranks > 1 and not (isinstance(tensor, DTensor) and tensor.device_mesh.size() == ranks)
+    return world_size() > 1 and not (isinstance(tensor, DTensor) and tensor.device_mesh.size() == world_size())
 
 
 def first_rank(tensor: Tensor) -> int:

@@ -35,7 +35,15 @@ from ..device.host_limits import check_host_memory
 from ..device.lanes import Mark
 from ..engine.engine import Engine, states_of
 from ..engine.homes import ArenaHome, home_of, versions_of
-from ..fsdp.dtensor import canonical_fqn, has_inner_tensors, is_dtensor, local_shard, placements_of, version_of
+from ..fsdp.dtensor import (
+    canonical_fqn,
+    has_inner_tensors,
+    is_dtensor,
+    local_shard,
+    placements_of,
+    version_of,
+    world_size,
+)
 from ..fsdp.fully_shard import parameters_of
 from ..optimizers.bucket_update import BoundRange
 from ..policy import listed, tells
@@ -173,8 +181,8 @@ class Recoverable:
         names = {param: canonical_fqn(model, name) for param, name in parameters_of(model).items()}
         described: dict[str, Any] = {
             "version": [_FORMAT, torch.__version__],
-            "rank": [_rank(), _world()],
-            "ranks_here": min(_world(), int(os.environ.get("LOCAL_WORLD_SIZE", _world()))),
+            "rank": [_rank(), world_size()],
+            "ranks_here": min(world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))),
             "optimizer": f"{engine.cls.__module__}.{engine.cls.__qualname__}",
             "groups": [[names.get(one, "") for one in group["params"]] for group in optimizer.param_groups],
         }
@@ -357,7 +365,7 @@ class Recoverable:
         """Begin a step, which may write the homes of all commits but the newest one."""
         self.before_reduction()
         core = self._core()
-        if _world() > 1 and core is not None and not core.reductions.counts:
+        if world_size() > 1 and core is not None and not core.reductions.counts:
             raise RuntimeError(
                 "a step without a backward since the last one: other ranks may not have come to the last commit yet. "
                 "Give recoverable() an optimizer whose every step follows a backward."
@@ -416,10 +424,6 @@ def _item_homes(engine: Engine) -> list[ArenaHome[Any]]:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _saved_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -499,10 +503,10 @@ def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recover
             )
         run.folder.clear()
         engine = attachment.engine
-        needed_bytes, ranks = run.needed_bytes, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed_bytes, layout = run.needed_bytes, run.layout(engine, target, model)
         logger.warning(
             "recoverable: takes %.1f GB in %s on each of %d ranks of this host, instead of %.1f GB of host memory",
-            needed_bytes / 1e9, folder, ranks, sum(one.nbytes for one in engine.plan.regions) / 1e9,
+            needed_bytes / 1e9, folder, layout["ranks_here"], sum(one.nbytes for one in engine.plan.regions) / 1e9,
         )  # fmt: skip
         free_bytes = free_bytes_at(Path(folder))
         if needed_bytes > free_bytes:
@@ -513,7 +517,6 @@ def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recover
             )
         more_bytes = needed_bytes - sum(region.nbytes for arena in run.arenas for region in arena.regions)
         check_host_memory(more_bytes, engine.policy.host_limit_bytes, what="recoverable(): a second set of homes")
-        layout = run.layout(engine, target, model)
         run.move(engine, target, copies=True)
         run.folder.write_layout(layout)
         engine.contents.listeners.append(run)
@@ -597,7 +600,7 @@ def _prepare(
         wrong = f"{listed(strangers)} are trained by another optimizer, which may be a step ahead. Train all by one"
     elif several:
         wrong = f"{listed(several)} are made of several tensors, or not contiguous"
-    elif spread or (_world() > 1 and attachment.hooks is None):
+    elif spread or (world_size() > 1 and attachment.hooks is None):
         wrong = (
             f"gradients of {listed(spread) or 'all parameters'} are not reduced over all ranks, whose commits could be "
             "several steps apart. Shard the model over all ranks, with replicas if need be, and nothing else"
@@ -606,15 +609,15 @@ def _prepare(
         raise ValueError(f"{function}: {wrong}.")
     engine.check_usable(function)
     run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
-    run.folder.hold(_world())
+    run.folder.hold(world_size())
     return first, attachment, model, run
 
 
 def _reduces_with_all(param: Tensor) -> bool:
     """Return whether each reduction of the gradient of ``param`` waits for all ranks."""
-    if _world() == 1:
+    if world_size() == 1:
         return True
     if not is_dtensor(param):
         return False
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
-    return bool(mesh.size() == _world() and sum(one.is_shard() for one in placements) == 1)
+    return bool(mesh.size() == world_size() and sum(one.is_shard() for one in placements) == 1)

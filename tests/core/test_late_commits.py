@@ -60,7 +60,7 @@ class Committing(Loop):
         super().step()
 
     def values(self) -> dict[str, Any]:
-        """What a recovery has."""
+        """Copy what a recovery restores."""
         return {name: value for name, value in self.everything().items() if name != "seen"}
 
 

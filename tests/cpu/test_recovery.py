@@ -67,8 +67,15 @@ class Script:
 
 
 def let_go(run: Recoverable) -> None:
-    """What the kernel does when the process is killed."""
+    """Do what the kernel does when the process is killed."""
     run.close(deletes=False)
+
+
+def assert_recovered(mesh: DeviceMesh, memory: Path, extra: object, kept: list[Tensor], **fields: Any) -> None:
+    """Recover as another process does, and compare with what was ``kept``."""
+    other = Script(mesh, **fields)
+    assert recover(other.optimizer, memory).extra == extra
+    assert same_values(other.values(), kept)
 
 
 def committed(mesh: DeviceMesh, memory: Path, steps: int = 3, **fields: Any) -> list[Tensor]:
@@ -122,9 +129,7 @@ def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: Dev
             run.commit(step)
             kept = script.values()
     let_go(run)
-    other = Script(mesh, overlap="iteration", parameters=True)
-    assert recover(other.optimizer, memory).extra == 3
-    assert same_values(other.values(), kept)
+    assert_recovered(mesh, memory, 3, kept, overlap="iteration", parameters=True)
 
 
 def test_a_commit_stays_until_the_device_has_reduced_with_all_ranks(mesh: DeviceMesh, memory: Path) -> None:
@@ -322,9 +327,7 @@ def test_a_commit_at_a_wrong_time_is_refused(mesh: DeviceMesh, memory: Path) -> 
     let_go(run)
     with pytest.raises(RuntimeError, match=r"close\(\) was called"):
         run.commit()
-    other = Script(mesh, overlap="iteration")
-    assert recover(other.optimizer, memory).extra == "after all"
-    assert same_values(other.values(), kept)
+    assert_recovered(mesh, memory, "after all", kept, overlap="iteration")
 
 
 def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMesh, memory: Path) -> None:
@@ -342,9 +345,7 @@ def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMe
         kept = script.values()
         script.step(1)
         let_go(run)
-        other = Script(mesh, **fields)
-        assert recover(other.optimizer, memory / str(number)).extra == "again"
-        assert same_values(other.values(), kept)
+        assert_recovered(mesh, memory / str(number), "again", kept, **fields)
 
 
 def test_tensors_that_were_put_into_the_state_are_committed(mesh: DeviceMesh, memory: Path) -> None:
@@ -358,9 +359,7 @@ def test_tensors_that_were_put_into_the_state_are_committed(mesh: DeviceMesh, me
     run.commit()
     kept = script.values()
     let_go(run)
-    other = Script(mesh, overlap="iteration")
-    recover(other.optimizer, memory)
-    assert same_values(other.values(), kept)
+    assert_recovered(mesh, memory, None, kept, overlap="iteration")
     assert kept[7].unique().item() == 0.5
 
 
@@ -388,9 +387,7 @@ def test_a_commit_that_cannot_be_written_stops_training_until_another_is(
     kept = script.values()
     script.step(2)
     let_go(run)
-    other = Script(mesh, overlap="iteration")
-    assert recover(other.optimizer, memory).extra == 1
-    assert same_values(other.values(), kept)
+    assert_recovered(mesh, memory, 1, kept, overlap="iteration")
 
 
 def test_a_write_to_what_had_no_gradient_ends_the_commit_before(
@@ -470,9 +467,7 @@ def test_a_commit_has_writes_that_no_version_tells(mesh: DeviceMesh, memory: Pat
         run.commit(step)
     kept = script.values()
     let_go(run)
-    other = Script(mesh, **MODES[mode])
-    assert recover(other.optimizer, memory).extra == 1
-    assert same_values(other.values(), kept)
+    assert_recovered(mesh, memory, 1, kept, **MODES[mode])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -488,9 +483,7 @@ def test_a_recovered_process_changes_nothing_before_its_first_step(mesh: DeviceM
         script.backward(3)
     let_go(run)
     if mode != "parameters":
-        other = Script(mesh, **MODES[mode])
-        recover(other.optimizer, memory)
-        assert same_values(other.values(), kept)
+        assert_recovered(mesh, memory, 2, kept, **MODES[mode])
 
 
 def test_a_step_may_be_skipped_before_any_was_made(mesh: DeviceMesh, memory: Path) -> None:
@@ -525,9 +518,7 @@ def test_a_load_ends_all_commits_until_the_next(mesh: DeviceMesh, memory: Path, 
     kept = script.values()
     let_go(run)
     assert newest_commit(memory) == 2
-    other = Script(mesh, **MODES[mode])
-    recover(other.optimizer, memory)
-    assert same_values(other.values(), kept)
+    assert_recovered(mesh, memory, None, kept, **MODES[mode])
 
 
 def test_other_homes_or_no_offload_end_it(mesh: DeviceMesh, memory: Path) -> None:

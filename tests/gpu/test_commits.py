@@ -2,7 +2,6 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,26 +9,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.listeners import newest_commit, recover, recoverable
 from tests.conformance.oracle import different
+from tests.core.test_interrupts import POLICIES
 from tests.core.test_late_commits import Committing
 from tests.gpu.test_conformance import LANES, SLEEP_CYCLES
 from tests.overlapping import slow_down
 
 STEPS = 7
-MODES: dict[str, dict[str, Any]] = {
-    "step": {},
-    "forward": {"overlap": "forward"},
-    "iteration": {"overlap": "iteration"},
-    "parameters": {"overlap": "iteration", "parameters": True},
-}
 
 
 @pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", POLICIES)
 @pytest.mark.parametrize("clips", [False, True])
 def test_the_newest_commit_is_whole_wherever_training_is_killed(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, mode: str, lane: str, clips: bool
 ) -> None:
-    policy = OffloadPolicy(bucket_bytes=2048, device_bytes=9 * 4096, **MODES[mode])
+    policy = OffloadPolicy(bucket_bytes=2048, device_bytes=9 * 4096, **POLICIES[mode])
     plain = Committing(mesh, None, clips=clips).train(STEPS)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, monkeypatch.context() as patch:
         folder = Path(memory) / "run"
