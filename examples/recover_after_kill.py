@@ -46,6 +46,7 @@ def train(folder: str, steps: int, width: int) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
     offload_optimizer(optimizer, model=model, policy=OffloadPolicy(overlap="iteration"))
 
+    random = torch.random if device.type == "cpu" else torch.get_device_module(device)  # which Dropout draws from
     first = 0
     if newest_commit(folder) is None:
         run = recoverable(optimizer, folder)
@@ -53,7 +54,7 @@ def train(folder: str, steps: int, width: int) -> None:
         run = recover(optimizer, folder)
         first = run.extra["step"] + 1
         scheduler.load_state_dict(run.extra["scheduler"])
-        torch.set_rng_state(run.extra["random"])
+        random.set_rng_state(run.extra["random"])
         print(f"recovered: goes on with step {first}", flush=True)
     for step in range(first, steps):
         batch = torch.randn(8, width, generator=torch.Generator().manual_seed(step)).to(device)
@@ -62,7 +63,7 @@ def train(folder: str, steps: int, width: int) -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.commit({"step": step, "scheduler": scheduler.state_dict(), "random": torch.get_rng_state()})
+        run.commit({"step": step, "scheduler": scheduler.state_dict(), "random": random.get_rng_state()})
 
     whole = [tensor.full_tensor().cpu() for tensor in model.state_dict().values()]
     print("weights", hashlib.sha256(b"".join(one.numpy().tobytes() for one in whole)).hexdigest())

@@ -3,8 +3,9 @@
 ``--policies`` takes rows, separated by commas or spaces: ``plain``, ``step``, ``forward``, ``iteration``,
 ``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
 ``device_bytes`` and other fields of ``OffloadPolicy``, as in ``iteration:640MiB`` or
-``iteration:2GiB:bucket_bytes=64MiB``, and ``recompute``, of this row alone, as in ``plain:recompute=4``; behind an
-``@``, ``--queues`` of this row alone, as in ``iteration@default``.
+``iteration:2GiB:bucket_bytes=64MiB``, and ``recompute``, of this row alone, as in ``plain:recompute=4``; ``commits``:
+each step is committed to memory, to survive a kill; ``deltas``: the weights that a step changes are read behind it;
+behind an ``@``, ``--queues`` of this row alone, as in ``iteration@default``.
 Plain training is the first row and the last one; the faster one counts.
 
 JSON lines go to stdout, and a table for people to stderr, each line as soon as its row is measured. All its columns
@@ -92,6 +93,7 @@ def measure(
     recompute: Annotated[str, typer.Option(help="Blocks that are recomputed: all, none, or the first N.")] = "all",
     dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.FP32,
     masters: Annotated[Masters, typer.Option(help="Masters that are added, in plain training too.")] = Masters.NONE,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
     warm: Annotated[int, typer.Option(help="Iterations before the timed ones.")] = 12,
     iterations: Annotated[int, typer.Option(help="Timed iterations.")] = 6,
     queues: Annotated[Queues, typer.Option(help="Queues for copies; see the head of front.py.")] = Queues.IMPORT,
@@ -119,11 +121,13 @@ def measure(
         name="plain",
         policy=None,
         imports_first=False,
+        listener="",
         model=model,
         tokens=tokens,
         recomputed=_recomputed(recompute),
         dtype=dtype.value,
         masters=masters.value,
+        lr=lr,
         batch=batch,
         accumulate=accumulate,
         warm=warm,
@@ -180,6 +184,8 @@ def row_of(text: str, common: Row, queues: Queues) -> tuple[Row, Queues]:
                 common = replace(common, recomputed=_recomputed(value))
             elif policy is None:
                 raise ValueError("plain training has no policy")
+            elif one in ("commits", "deltas"):
+                common = replace(common, listener=one)
             else:
                 values[field or "device_bytes"] = _bytes_or_text(value)
         made = None if policy is None else asdict(policy_from(values))
@@ -203,7 +209,7 @@ def _run(row: Row, queues: Queues) -> dict[str, Any]:
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if queues is Queues.ENOUGH:
         environment[VARIABLE] = queues.value
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if row.listener == "commits" else None) as folder:
         path = Path(folder, "row.json")
         write(row, path)
         command = [sys.executable, "-m", f"{__package__}.front_row", str(path)]
@@ -240,7 +246,7 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first, report = ranks[0], ranks[0].get("report", {})
     found = {name: max(one[name] for one in ranks) for name in (*_SLOWEST, *_MOST) if name in first}
     found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "imported_first", "threads")}
-    found |= {name: first[name] for name in ("transformers", "link", "notes") if first.get(name)}
+    found |= {name: first[name] for name in ("transformers", "link", "notes", "changed") if first.get(name)}
     if "ours" in first:
         slowest = max(ranks, key=lambda one: float(one["ours"].get("ms", 0)))
         found["ours"] = {name: round(value, 2) for name, value in slowest["ours"].items()}

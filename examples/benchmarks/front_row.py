@@ -40,8 +40,10 @@ class Row:
         name: of the row.
         policy: fields of ``OffloadPolicy``; ``None``: plain training.
         imports_first: import ``fsdp_offload`` before CUDA starts.
+        listener: ``"commits"``: commit each step to memory; ``"deltas"``: take each step's weight deltas; or ``""``.
         model, tokens, recomputed, dtype: see :func:`.models.build`.
         masters: kind of ``add_masters``, or ``"none"``.
+        lr: learning rate.
         batch: sequences in a micro-batch of one rank.
         accumulate: micro-batches in an iteration.
         warm, iterations: iterations before the timed ones, and the timed ones.
@@ -53,11 +55,13 @@ class Row:
     name: str
     policy: dict[str, Any] | None
     imports_first: bool
+    listener: str
     model: str
     tokens: int
     recomputed: int | None
     dtype: str
     masters: str
+    lr: float
     batch: int
     accumulate: int
     warm: int
@@ -70,30 +74,42 @@ class Row:
 class Loop:
     """Training of one row."""
 
-    def __init__(self, row: Row, device: torch.device) -> None:
+    def __init__(self, row: Row, device: torch.device, folder: Path) -> None:
         self.row, self.device, self.rank = row, device, dist.get_rank()
         mesh = init_device_mesh(device.type, (row.ranks,))
         dtype = torch.bfloat16 if row.dtype == "bf16" else torch.float32
         trained = build(row.model, mesh, dtype=dtype, tokens=row.tokens, recomputed=row.recomputed)
         self.model, self._loss, self._vocabulary = trained
         self.params = sum(param.numel() for param in self.model.parameters())
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=row.lr, fused=True)
         if row.masters != "none":
             from fsdp_offload import add_masters
 
             self.optimizer = add_masters(self.optimizer, row.masters)
-        self.attach_s = 0.0
+        self.attach_s, self.changed = 0.0, list[int]()
+        self.behind_step: Callable[[], object] = lambda: None
         if row.policy is not None:
             from fsdp_offload import OffloadPolicy, offload_optimizer
 
             begin = time.perf_counter()
             offload_optimizer(self.optimizer, model=self.model, policy=OffloadPolicy(**row.policy))
+            if row.listener:
+                self._listen(folder)
             self.attach_s = time.perf_counter() - begin
         self._random = torch.Generator(device).manual_seed(100 + self.rank)
         self.losses: list[Tensor] = []
         self.marks: list[list[Any]] = []  # of each iteration: begin, then the ends of each forward and backward
         self.step: Callable[[], object] = self.optimizer.step
         self.zero_grad: Callable[[], object] = self.optimizer.zero_grad
+
+    def _listen(self, folder: Path) -> None:
+        from fsdp_offload.listeners import recoverable, weight_deltas
+
+        if self.row.listener == "commits":
+            self.behind_step = recoverable(self.optimizer, folder / "homes").commit
+        else:
+            deltas = weight_deltas(self.optimizer)
+            self.behind_step = lambda: self.changed.append(sum(len(one.values) for one in deltas))
 
     def mark(self) -> Any:
         """Mark this point of compute; on the CPU, note the time."""
@@ -117,6 +133,7 @@ class Loop:
                 del loss  # and its graph, before the next forward makes another one
             self.marks.append(marks)
             self.step()
+            self.behind_step()
             self.zero_grad()
 
     def measure(self) -> dict[str, Any]:
@@ -141,6 +158,7 @@ class Loop:
         if row.policy is not None:
             found["report"] = self.optimizer.offload_report().metrics()
             found["notes"] = list(self.optimizer.offload_report().notes)
+            found["changed"] = self.changed
         found |= {"params": self.params, "attach_s": self.attach_s, "parameters": self._digest()}
         found["losses"] = [loss.item().hex() for loss in self.losses]
         if row.host:
@@ -287,7 +305,7 @@ def main(path: Path) -> None:
     backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())
     store = dist.FileStore(str(path.with_name("store")), row.ranks)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=row.ranks)
-    loop = Loop(row, device)
+    loop = Loop(row, device, path.parent)
     found = loop.measure()
     found |= {
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(device),

@@ -25,11 +25,13 @@ COMMON = Row(
     name="plain",
     policy=None,
     imports_first=False,
+    listener="",
     model="lean-tiny",
     tokens=24,
     recomputed=None,
     dtype="fp32",
     masters="none",
+    lr=1e-4,
     batch=1,
     accumulate=1,
     warm=1,
@@ -113,7 +115,7 @@ def test_names_of_rows() -> None:
     assert not row_of("plain@32", COMMON, Queues.IMPORT)[0].imports_first
     for text, count in (("plain:recompute=4", 4), ("step:640MiB:recompute=all", None), ("plain", COMMON.recomputed)):
         assert row_of(text, COMMON, Queues.IMPORT)[0].recomputed == count
-    for text in ("iterations", "plain:640MiB", "step:device_byte=1", "step:few", "step@31"):
+    for text in ("iterations", "plain:640MiB", "plain:commits", "step:device_byte=1", "step:few", "step@31"):
         with pytest.raises(typer.BadParameter, match=re.escape(text)):
             row_of(text, COMMON, Queues.IMPORT)
 
@@ -188,7 +190,7 @@ def measured(
 def test_each_row_trains_in_a_process_of_its_own_and_has_plain_bits(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    picture, policies = tmp_path / "front.svg", "iteration:bucket_bytes=65536,parameters@default"
+    picture, policies = tmp_path / "front.svg", "iteration:bucket_bytes=65536:commits,parameters:deltas@default"
     options = ("--model", "llama-tiny", "--policies", policies, "--recompute", "1", "--host")
     rows, costs, table = measured(capfd, monkeypatch, *options, "--picture", str(picture))
     names = ["plain", *policies.split(","), "plain"]
