@@ -194,7 +194,8 @@ def left_by(
     assert not [one for one in opened if one() is not None], f"{where}: the step is still reachable"
     after = look(engine)
     other = {name: (before.get(name), after[name]) for name in after if before.get(name) != after[name]}
-    assert not {name: pair for name, pair in other.items() if name not in LEARNT | INTERRUPTED}, where
+    left = {name: pair for name, pair in other.items() if name not in LEARNT | INTERRUPTED}
+    assert not left, f"{where}: {left}"
     if engine.failure:  # what the next step() says
         return "said"
     sides = [same_value(found, side) for side in kept]

@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy
-from fsdp_offload.engine.engine import Engine, engine_of
+from fsdp_offload.device.lanes import DeviceLink
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.engine.hooks import ModelHooks
 from fsdp_offload.fsdp.dtensor import local_shard
 from tests.conformance.oracle import different
@@ -42,7 +43,8 @@ def test_gradients_go_however_late_the_link_is(mesh: DeviceMesh, slow: Slow, mon
 
 def test_what_the_first_steps_took_is_no_room(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """They keep all gradients; what comes and goes would fill that."""
-    monkeypatch.setattr(Engine, "_free_at_peak", lambda _: 0)  # else all would stay, as it cannot be hidden
+    real = DeviceLink.room_bytes  # else all would stay, as it cannot be hidden
+    monkeypatch.setattr(DeviceLink, "room_bytes", lambda self, when: real(self, when) if when == "current" else 0)
     policy = OffloadPolicy(parameters=True, overlap="iteration", bucket_bytes=8 << 20)
     loop = Loop(mesh, adamw, policy, net=deep).train(20)
     torch.cuda.synchronize()
