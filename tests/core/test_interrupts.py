@@ -37,6 +37,8 @@ WARM, BEHIND = 5, 3
 INTERRUPTED = {
     "timeline._noted": "gathers of a forward that was not the last one of its step, as if gradients added up",
     "timeline.at": "the same",
+    "cache.peak_bytes": "a measurement: on a device, what lies there when depends on when copies end",
+    "cache.last_peak_bytes": "the same",
 }
 """What else is other behind an interrupt."""
 
