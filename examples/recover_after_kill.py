@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadPolicy, offload_optimizer
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.listeners import newest_commit, recover, recoverable
 
 
@@ -44,14 +44,14 @@ def train(folder: str, steps: int, width: int) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
-    offload_optimizer(optimizer, model=model, policy=OffloadPolicy(overlap="iteration"))
+    policy = OffloadPolicy(overlap="iteration")
 
     random = torch.random if device.type == "cpu" else torch.get_device_module(device)  # which Dropout draws from
     first = 0
     if newest_commit(folder) is None:
-        run = recoverable(optimizer, folder)
+        run = recoverable(optimizer, folder, model=model, policy=policy)
     else:
-        run = recover(optimizer, folder)
+        run = recover(optimizer, folder, model=model, policy=policy)
         first = run.extra["step"] + 1
         scheduler.load_state_dict(run.extra["scheduler"])
         random.set_rng_state(run.extra["random"])

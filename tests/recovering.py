@@ -25,7 +25,7 @@ import torch._dynamo  # not in each child: DTensor imports it, and that takes a 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_offload
@@ -52,6 +52,7 @@ class Program(NamedTuple):
     saves: bool
     rare: bool
     where: str  # a part of the names of the files at whose lines it may be killed
+    attached: bool  # before it is made recoverable
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Program":
@@ -67,6 +68,7 @@ class Program(NamedTuple):
             saves=rng.random() < 0.3,
             rare=rng.random() < 0.4,
             where=rng.choice([OURS, OURS, "/core/", "/listeners/", "/engine/"]),
+            attached=rng.random() < 0.5,
         )
 
 
@@ -114,12 +116,8 @@ class Killed:
         threading.settrace(None)  # type: ignore[arg-type]
 
 
-def train(
-    program: Program, rank: int, world: int, folder: Path | None, at: int, told: Callable[..., None]
-) -> list[Tensor]:
-    """Train to the end, from a commit if there is one; kill at line ``at``. Returns what the run has in the end."""
-    torch.manual_seed(rank)
-    mesh, group = init_device_mesh("cpu", (world,)), dist.new_group(backend="gloo")  # for the writer's thread
+def made(program: Program, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
+    """Make the model, and the optimizer without offload."""
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16 if program.masters else torch.float32)
     for block in model.blocks:
@@ -131,22 +129,33 @@ def train(
     )
     if program.masters:
         add_masters(optimizer, program.masters)  # type: ignore[arg-type]
+    return model, optimizer
+
+
+def train(
+    program: Program, rank: int, world: int, folder: Path | None, at: int, told: Callable[..., None]
+) -> list[Tensor]:
+    """Train to the end, from a commit if there is one; kill at line ``at``. Returns what the run has in the end."""
+    torch.manual_seed(rank)
+    mesh, group = init_device_mesh("cpu", (world,)), dist.new_group(backend="gloo")  # for the writer's thread
+    model, optimizer = made(program, mesh)
+    params = list(model.parameters())
     policy = OffloadPolicy(
         overlap=program.overlap,  # type: ignore[arg-type]
         parameters=program.parameters,
         bucket_bytes=BUCKET_BYTES,
         device_bytes=8 * BUCKET_BYTES,
     )
-    offload_optimizer(optimizer, model=model, policy=policy)
+    if folder is None or program.attached:
+        offload_optimizer(optimizer, model=model, policy=policy)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 5)
     torch.manual_seed(100 + rank)
     with Killed(at, program.where) as killed:
         first, run, saving = 0, None, None
         if folder is not None:
-            if newest_commit(folder) is None:
-                run = recoverable(optimizer, folder)
-            else:
-                run = recover(optimizer, folder)
+            begin = recoverable if newest_commit(folder) is None else recover
+            run = begin(optimizer, folder, model=model, policy=policy)
+            if begin is recover:
                 first = run.extra["step"] + 1
                 scheduler.load_state_dict(run.extra["scheduler"])
                 torch.set_rng_state(run.extra["random"])

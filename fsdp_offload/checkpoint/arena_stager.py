@@ -35,7 +35,7 @@ from ..engine.homes import Lending
 from ..fsdp.dtensor import local_shard, over_local
 from ..policy import check_is, tells
 from ..state.layout import dense_stride, describe_value, leaves_of
-from ..state.shard import ShardHome
+from ..state.shard import Reader, ShardHome
 from .plain import refuse_templates
 
 logger = logging.getLogger(__name__)
@@ -198,8 +198,8 @@ def _key(leaf: Tensor) -> _Key:
     return leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
 
 
-class Loan:
-    """The memory of one staged dict, and its :class:`~fsdp_offload.state.shard.Reader`: the thread that writes it.
+class Loan(Reader):
+    """The memory of one staged dict, and its reader: the thread that writes it.
 
     DCP does not tell a stager when the writer is done. The loan ends when the tensors over its memory are deleted, or
     with the writing thread: after a failure, the future's exception may keep the tensors alive.

@@ -22,6 +22,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .host_limits import is_replaced
+
 logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 64
@@ -92,7 +94,8 @@ class Region:
         if sys.platform != "linux":
             raise RuntimeError(f"fsdp_offload runs on Linux, whose mmap.MADV_DONTFORK it needs, not on {sys.platform}.")
         self.nbytes = nbytes
-        self.pinned = pin and nbytes > 0
+        is_short = is_replaced.get()
+        self.pinned, self.taken_bytes = pin and nbytes > 0 and not is_short, 0 if is_short else nbytes
         if self.pinned and device.type != "cuda":
             # Registering memory is CUDA's alone: elsewhere the host allocator of torch has to do, with its rounding.
             self._owner: object = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
@@ -110,7 +113,8 @@ class Region:
         pieces = [(address + begin, end - begin) for begin, end in itertools.pairwise([0, *breaks, nbytes])]
         locked: dict[int, int] = {}
         mapping.before_unmap = partial(_unregister, locked, device)
-        _touch_and_lock(pieces, partial(_register, device) if self.pinned else None, locked, writes=file is None)
+        if not is_short:
+            _touch_and_lock(pieces, partial(_register, device) if self.pinned else None, locked, writes=file is None)
         if failed := {code for code in locked.values() if code}:
             raise RuntimeError(
                 f"cudaHostRegister refused to page-lock {nbytes} bytes of host memory (CUDA error {sorted(failed)}). "

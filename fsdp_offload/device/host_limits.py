@@ -1,8 +1,26 @@
 """Limits of host memory, checked before any is pinned: the kernel kills processes that pin too much."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
+
+is_replaced: ContextVar[bool] = ContextVar("is_replaced", default=False)
+
+
+@contextmanager
+def memory_is_replaced() -> Iterator[None]:
+    """Take no host memory in the block but for what is written: other memory takes its place before the first step.
+
+    A region is then neither touched nor page-locked, and nothing is checked.
+    """
+    before = is_replaced.set(True)
+    try:
+        yield
+    finally:
+        is_replaced.reset(before)
 
 
 class HostMemory(NamedTuple):
@@ -54,6 +72,8 @@ def check_host_memory(
     ``limit_bytes`` is the user's own figure, which replaces the kernel's; ``None`` asks the kernel. Then what all ranks
     of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) counts as well: each alone would pass.
     """
+    if is_replaced.get():
+        return
     each_bytes, here = held_bytes + needed_bytes, f"{needed_bytes} bytes of host memory on this rank"
     if limit_bytes is not None:
         held = f"{held_bytes} are taken already and " if held_bytes else ""

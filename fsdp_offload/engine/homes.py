@@ -559,7 +559,7 @@ class Lending:
     def check_step(self) -> None:
         """Raise if a step that begins now would wait for a reader in the thread that trains."""
         for reader in self.readers if self.step is None else ():
-            getattr(reader, "check_step", lambda: None)()
+            reader.check_step()
 
     def wait(self) -> None:
         """Block the host until all readers have finished."""

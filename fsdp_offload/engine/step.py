@@ -53,8 +53,8 @@ class Listener(Protocol):
 
     stores_kept: bool
 
-    def begin(self) -> Heard:
-        """Begin a step; return the object that hears of it."""
+    def begin(self) -> Heard | None:
+        """Begin a step; return the object that hears of its updates, if one does."""
 
     def before_reduction(self) -> None:
         """Handle that a group's gradients are about to be reduced, which no rank does before all have come here."""
@@ -86,7 +86,7 @@ class Step(Turning):
         divided: param groups and counters that the buckets of this step share.
         without_state: parameters that had no state when the step began.
         used: by bucket number, shards whose gradients this step has used.
-        heard: each listener's object for this step.
+        heard: objects of listeners that hear of its updates.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class Step(Turning):
         is_fused = all(group.get("fused") for group in optimizer.param_groups)
         own = None if way_back is None else OwnCounters(states, plan.shards)
         super().__init__(contents.lending, states, own, way_back)
-        if layouts.capabilities.joins:
-            # A listener may copy the parameters of an update first.
-            self.joined_bytes = UPDATED_BYTES if is_fused and not contents.listeners else LARGEST_BYTES
         self.divided = DividedStep(contents.cls, layouts.capabilities, optimizer, kwargs, pinned)
         if contents.host is not None:
             contents.host.begin(optimizer, plan.host_shards())
         self.without_state = [param for param in plan.shards if not states.get(param)]
         self.used: dict[int, set[StateShard]] = {}
         self.stores_kept = any(one.stores_kept for one in contents.listeners)
-        self.heard = [one.begin() for one in contents.listeners]
+        self.heard = [heard for one in contents.listeners if (heard := one.begin()) is not None]
+        if layouts.capabilities.joins:
+            # A listener may copy the parameters of an update first.
+            self.joined_bytes = UPDATED_BYTES if is_fused and not self.heard else LARGEST_BYTES
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Skip the gradients of ``params``: a step that a load has ended used them."""

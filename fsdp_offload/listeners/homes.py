@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..engine.weights import Part
 from ..fsdp.dtensor import canonical_fqn, over_local
 from ..model.sleep import check_is_module
 from ..policy import listed, tells
+from ..state.shard import Reader
 from .deltas import wait_parameters_home
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ _STILL_HELD = 2
 """Tensors that a loop may still hold when it ends: the last one, and the one before."""
 
 
-class _Reading:
-    """One loop over weights: a :class:`~fsdp_offload.state.shard.Reader` of their homes. It ends with its thread."""
+class _Reading(Reader):
+    """One loop over weights, which reads their homes. It ends with its thread."""
 
     def __init__(self, engine: Engine, parts: list[Part]) -> None:
         self.thread, self._core = threading.current_thread(), engine.core
@@ -44,9 +45,6 @@ class _Reading:
 
     def is_reading(self) -> bool:
         return not self._over.is_set() and self.thread.is_alive()
-
-    def when_over(self, look: Callable[[], object]) -> None:
-        """Do nothing: the loop checks by itself whether other code has written what it read."""
 
     def check_step(self) -> None:
         """Refuse a step of the thread that reads before it changes anything, unless all it updates has spare homes."""

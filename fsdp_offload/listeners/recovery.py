@@ -13,10 +13,9 @@ import logging
 import os
 import pickle
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..api.wrapped import IF_NOT, Attachment, attachment_of, optimizers_in
+from ..api.attach import offload_optimizer, remove_offload
+from ..api.wrapped import Attachment, attached, attachment_of, optimizers_in
 from ..core.loop import Core
 from ..core.packing import place_homes
 from ..device.arena import Region
-from ..device.host_limits import check_host_memory
+from ..device.host_limits import check_host_memory, memory_is_replaced
 from ..device.lanes import Mark
 from ..engine.engine import Engine, states_of
 from ..engine.homes import ArenaHome, home_of, versions_of
@@ -45,73 +44,16 @@ from ..fsdp.dtensor import (
     world_size,
 )
 from ..fsdp.fully_shard import parameters_of
-from ..optimizers.bucket_update import BoundRange
-from ..policy import listed, tells
+from ..policy import OffloadPolicy, listed, tells
 from ..state.layout import params_of
 from ..state.shard import ShardHome
+from .commit import AT_HOME, AtHome, Commit, record_of, tree_of
 from .folder import RankFolder, free_bytes_at, newest_commit
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Version of what the files hold, and where."""
-
-
-class _AtHome:
-    """Stands in a record for a state tensor that lies in its home."""
-
-
-class _OnDevice:
-    """Stands in a record for a tensor that is on the device; ``value`` is a copy on the host."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-@dataclass(eq=False)
-class _Commit:
-    """One commit: a :class:`~fsdp_offload.state.shard.Reader` of its homes, until a later one has been written.
-
-    Attributes:
-        number: that of its record.
-        which: the file that has its parameters of the device.
-        homes, seen: its homes, and their versions with those of parameters on the device, when it was made.
-        before: number of the commit that all ranks have once its stores have ended.
-        give_up: deletes all commits.
-        record: what is written; empty behind that.
-        written: ends when the record is written.
-    """
-
-    number: int
-    which: int
-    homes: list[ShardHome]
-    seen: list[object]
-    before: int
-    give_up: Callable[[], None]
-    record: dict[str, Any] = field(default_factory=dict)
-    written: Future[None] = field(default_factory=Future)
-    is_over: bool = False
-
-    def is_reading(self) -> bool:
-        return not self.is_over
-
-    def when_over(self, look: Callable[[], object]) -> None:
-        """Do nothing: :meth:`Recoverable.before_reduction` looks for writes of others."""
-
-    def wait(self) -> None:
-        """Give the homes up: a load, or other code, is about to write them between two steps."""
-        if not self.is_over:
-            self.give_up()
-
-
-class _Step:
-    """Hears of a step and does nothing: :meth:`Recoverable.commit` comes behind it."""
-
-    def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
-        run()
-
-    def committed(self, updated: Sequence[Mark]) -> None:
-        pass
 
 
 class Recoverable:
@@ -130,8 +72,8 @@ class Recoverable:
         self.folder, self._core = folder, weakref.ref(engine.core)
         self.commits, self.extra = 0, None
         self._writer = ThreadPoolExecutor(1, "fsdp_offload commits")
-        self._pending: _Commit | None = None
-        self._newest: _Commit | None = None
+        self._pending: Commit | None = None
+        self._newest: Commit | None = None
         self._before = 0  # number of the newest commit when the last step began
         self._watches = False  # from a commit until the next step begins
         self._has_reduced = False  # in this process, so that all ranks are here
@@ -271,24 +213,20 @@ class Recoverable:
         plan, state = engine.plan, list[dict[str, Any]]()
         for param, shard in plan.shards.items():
             entry, its = states.get(param), shard.homes
-            state.append({name: _AtHome() if value is its.get(name) else value for name, value in entry.items()})
-        record = _snapshot({"groups": groups, "state": state, "buffers": buffers}, core)
-        record |= {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
-        made = _Commit(self.commits + 1, which, homes, self._versions(homes), self._before, self._give_up, record)
+            state.append({name: AT_HOME if value is its.get(name) else value for name, value in entry.items()})
+        homes_of = {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
+        record = record_of({"groups": groups, "state": state, "buffers": buffers} | homes_of, core)
+        made = Commit(self.commits + 1, which, homes, self._versions(homes), self._before, self._give_up, record)
         engine.lending.lend(made, homes)
         made.written = self._writer.submit(self._write, made, core.lanes.store.mark())
         self._pending, self.commits, self._watches = made, made.number, True
 
     def go_on(self, number: int, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
         """Make what commit ``number`` has what the optimizer and the model have, and go on from it."""
-        record = self.folder.read(number)
+        record = tree_of(self.folder.read(number), engine.device)
         self.move(engine, optimizer, copies=False)
         engine.failure = f"the recovery from {self.folder.path} did not come to its end"
         states, buffers = states_of(optimizer).unwaited, dict(_saved_buffers(model))
-
-        def back(tree: Any) -> Any:
-            return tree_map_only(_OnDevice, lambda one: one.value.to(engine.device), tree)
-
         for one, which in zip(list(engine.plan.housed()), record["homes"], strict=True):
             if which != one.which:
                 one.move(states.get)
@@ -298,15 +236,15 @@ class Recoverable:
             for (param, shard), entry in zip(engine.plan.shards.items(), record["state"], strict=True):
                 if entry or states.has(param):
                     states.of(param).clear()
-                    its = {name: shard.homes[name] for name, value in entry.items() if isinstance(value, _AtHome)}
-                    states.of(param).update(back(entry) | its)
+                    its = {name: shard.homes[name] for name, value in entry.items() if isinstance(value, AtHome)}
+                    states.of(param).update(entry | its)
             for group, its in zip(optimizer.param_groups, record["groups"], strict=True):
-                group.update(back(its))
+                group.update(its)
             for param in self._on_device:
                 local = local_shard(param)
                 saved = self._of_device(param, record["device"]).view(param.dtype)
                 local.copy_(saved.view(local.shape))
-            for name, value in back(record["buffers"]).items():
+            for name, value in record["buffers"].items():
                 buffers[name].copy_(value)
         for param, shard in engine.plan.shards.items():
             shard.existed = bool(states.get(param))
@@ -314,12 +252,12 @@ class Recoverable:
         self.commits, self.extra, self._before = number, pickle.loads(record["extra"]), number
         self.folder.prune(lambda one: one == number)  # not a newer one, which other ranks have not
         homes = [one.home for one in engine.plan.housed()]
-        self._newest = _Commit(number, record["device"], homes, self._versions(homes), number, self._give_up)
+        self._newest = Commit(number, record["device"], homes, self._versions(homes), number, self._give_up)
         engine.lending.lend(self._newest, homes)
         self._watches = True
         engine.failure = ""
 
-    def _write(self, made: _Commit, stored: Mark) -> None:
+    def _write(self, made: Commit, stored: Mark) -> None:
         stored.synchronize()  # R2, on the host
         # The device has reduced gradients of this step, so that all ranks have the commit before it. The host did not
         # know that when it issued the step, which may have been long before.
@@ -361,8 +299,8 @@ class Recoverable:
             )
         self._watches, self._has_reduced = False, True
 
-    def begin(self) -> _Step:
-        """Begin a step, which may write the homes of all commits but the newest one."""
+    def begin(self) -> None:
+        """Begin a step, which may write the homes of all commits but the newest one; :meth:`commit` comes behind it."""
         self.before_reduction()
         core = self._core()
         if world_size() > 1 and core is not None and not core.reductions.counts:
@@ -372,11 +310,10 @@ class Recoverable:
             )
         if self._newest is not None:
             self._before = self._newest.number
-        return _Step()
 
     def _give_up(self) -> None:
         """Delete all commits: their homes are about to be written between two steps."""
-        self._wait_written()
+        self._wait_written(forgives=True)
         if self._newest is not None:
             logger.warning(
                 "%s: homes are written by a load, or by the loop. Nothing can be recovered until the next commit().",
@@ -434,44 +371,25 @@ def _saved_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}", local_shard(buffer)
 
 
-def _snapshot(tree: dict[str, Any], core: Core) -> dict[str, Any]:
-    """Copy all tensors of ``tree`` to the host: those of the device in the lane of stores, all of a dtype in one go."""
-    found = {id(one): one.detach() for one in tree_leaves(tree) if isinstance(one, Tensor)}
-    device, store = core.cache.device, core.lanes.store
-    copied: dict[int, object] = {at: one.clone() for at, one in found.items() if one.device.type != device.type}
-    alike: defaultdict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
-    for at, one in found.items():
-        if at not in copied:
-            alike[one.dtype][at] = one
-    store.wait(core.lanes.compute.mark(), *core.updated.values())  # R3: updates write counters
-    for dtype, tensors in alike.items():
-        numels = [one.numel() for one in tensors.values()]
-        home = torch.empty(sum(numels), dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
-
-        def copy(home: Tensor = home, sources: Sequence[Tensor] = [*tensors.values()]) -> None:
-            home.copy_(torch.cat([one.reshape(-1) for one in sources]), non_blocking=True)
-
-        store.run(copy, reads=tensors.values(), writes=[home])
-        for (at, one), part in zip(tensors.items(), home.split(numels), strict=True):
-            copied[at] = _OnDevice(part.view(one.shape))
-    done: dict[str, Any] = tree_map_only(Tensor, lambda one: copied[id(one)], tree)
-    return done
-
-
 # What users call ------------------------------------------------------------------------------------------------------
 
 
-@tells("recoverable(optimizer, folder)")
-def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recoverable:
-    """Keep in ``folder`` what training needs to go on, for :func:`recover` in a process that takes over after a kill.
+@tells("recoverable(optimizer, folder, model=model)")
+def recoverable(
+    optimizer: Optimizer,
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    policy: OffloadPolicy | Mapping[str, Any] | None = None,
+) -> Recoverable:
+    """Offload ``optimizer``, and keep in ``folder`` what a process that takes over after a kill needs to go on.
 
     ::
 
-        offload_optimizer(optimizer, model=model)
         if newest_commit(folder) is None:
-            run = recoverable(optimizer, folder)
+            run = recoverable(optimizer, folder, model=model, policy=policy)
         else:                                       # in the process that takes over
-            run = recover(optimizer, folder)
+            run = recover(optimizer, folder, model=model, policy=policy)
             scheduler.load_state_dict(run.extra["scheduler"])
         ...
             optimizer.step()
@@ -479,31 +397,31 @@ def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recover
             run.commit({"scheduler": scheduler.state_dict()})
         run.close()                                 # deletes the files
 
-    The homes of state, and of parameters that live on the host, move into files there, each with a spare home, as
-    updates must not write those of the last commit. Parameters on the device get two places in files. From then on,
-    each update stores all that it changes, also what stays on the device. The log says first how many bytes it takes.
+    The homes of state, and of parameters that live on the host, lie in files there, each with a spare home, as updates
+    must not write those of the last commit. Parameters on the device get two places in files. From then on, each update
+    stores all that it changes, also what stays on the device. The log says first how many bytes it takes.
 
     Args:
-        optimizer: an offloaded one that trains all of its model, between two steps.
+        optimizer: one that trains all of ``model``, between two steps. If it is offloaded already, its homes move.
         folder: in memory (a tmpfs such as ``/dev/shm``), the same for all ranks of a host.
+        model: that of :func:`offload_optimizer`.
+        policy: that of :func:`offload_optimizer`.
 
     Raises:
         TypeError: it is no optimizer, and holds none.
         ValueError: what it trains, or how, cannot be recovered, or the folder is not in memory; says why.
-        RuntimeError: it is not offloaded, a step has begun, another thread than the training's calls it, or the folder
-            is in use, or has a commit that all ranks have.
+        RuntimeError: it is not offloaded and there is no ``model``, a step has begun, another thread than the
+            training's calls it, or the folder is in use, or has a commit that all ranks have.
         MemoryError: there is no room in ``folder``, or on the host; nothing has changed.
     """
-    target, attachment, model, run = _prepare(optimizer, folder, "recoverable")
-    try:
+    with _attached(optimizer, folder, "recoverable", model, policy) as (run, engine, target, its_model):
         if (number := newest_commit(folder)) is not None:
             raise RuntimeError(
                 f"recoverable: {folder} has commit {number} of a run that has ended. Go on from it with "
                 "recover(optimizer, folder), or delete the folder."
             )
         run.folder.clear()
-        engine = attachment.engine
-        needed_bytes, layout = run.needed_bytes, run.layout(engine, target, model)
+        needed_bytes, layout = run.needed_bytes, run.layout(engine, target, its_model)
         logger.warning(
             "recoverable: takes %.1f GB in %s on each of %d ranks of this host, instead of %.1f GB of host memory",
             needed_bytes / 1e9, folder, layout["ranks_here"], sum(one.nbytes for one in engine.plan.regions) / 1e9,
@@ -515,28 +433,34 @@ def recoverable(optimizer: Optimizer, folder: str | os.PathLike[str]) -> Recover
                 "optimizer state and the parameters. Have that tmpfs made larger (docker run --shm-size), or shard "
                 "over more ranks."
             )
-        more_bytes = needed_bytes - sum(region.nbytes for arena in run.arenas for region in arena.regions)
-        check_host_memory(more_bytes, engine.policy.host_limit_bytes, what="recoverable(): a second set of homes")
+        taken_bytes = sum(region.taken_bytes for arena in run.arenas for region in arena.regions)
+        limit_bytes = engine.policy.host_limit_bytes
+        check_host_memory(needed_bytes - taken_bytes, limit_bytes, what="recoverable(): a second set of homes")
         run.move(engine, target, copies=True)
         run.folder.write_layout(layout)
-        engine.contents.listeners.append(run)
-    except BaseException:
-        run.close(deletes=False)
-        raise
     return run
 
 
-@tells("recover(optimizer, folder)")
-def recover(optimizer: Optimizer, folder: str | os.PathLike[str], *, commit: int | None = None) -> Recoverable:
+@tells("recover(optimizer, folder, model=model)")
+def recover(
+    optimizer: Optimizer,
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    policy: OffloadPolicy | Mapping[str, Any] | None = None,
+    commit: int | None = None,
+) -> Recoverable:
     """Go on from the newest commit that all ranks have, in a new process, and commit further steps there.
 
-    Build the model and the optimizer as before, and call :func:`offload_optimizer` with the same policy: the files
-    become the homes as they are. Weights, state, counters, param groups and buffers are those of the commit, bit for
-    bit; ``extra`` is what it was given.
+    Build the model and the optimizer as before: the files become the homes as they are, and no other host memory is
+    taken. Weights, state, counters, param groups and buffers are those of the commit, bit for bit; ``extra`` is what it
+    was given.
 
     Args:
-        optimizer: an offloaded one, which has made no step.
+        optimizer: one that has made no step. If it is offloaded already, there must be host memory for its homes, too.
         folder: that of :func:`recoverable`.
+        model: that of :func:`offload_optimizer`.
+        policy: that of :func:`offload_optimizer`, as before.
         commit: number of the commit; ``None``: that of :func:`newest_commit`.
 
     Raises:
@@ -545,37 +469,62 @@ def recover(optimizer: Optimizer, folder: str | os.PathLike[str], *, commit: int
             number of ranks or versions; says which. Nothing has changed.
         RuntimeError: as :func:`recoverable` raises.
     """
-    target, attachment, model, run = _prepare(optimizer, folder, "recover")
-    try:
+    with _attached(optimizer, folder, "recover", model, policy) as (run, engine, target, its_model):
         number = newest_commit(folder) if commit is None else commit
         if number is None or number not in run.folder.commits():
             raise ValueError(
                 f"recover: {folder} has no {'commit that all ranks have' if number is None else f'commit {number}'}. "
                 "Start with recoverable(optimizer, folder)."
             )
-        wanted, there = run.layout(attachment.engine, target, model), run.folder.layout() or {}
+        wanted, there = run.layout(engine, target, its_model), run.folder.layout() or {}
         for name in {**there, **wanted}:
             if there.get(name) != wanted.get(name):
                 both = f"{there.get(name)!r:.200} there, {wanted.get(name)!r:.200} here"
                 raise ValueError(f"recover: {folder} is of another training: {name}: {both}.")
-        run.go_on(number, attachment.engine, target, model)
-        attachment.engine.contents.listeners.append(run)
-    except BaseException:
-        run.close(deletes=False)
-        raise
+        run.go_on(number, engine, target, its_model)
     return run
 
 
-def _prepare(
-    optimizer: Optimizer, folder: str | os.PathLike[str], function: str
-) -> tuple[Optimizer, Attachment, nn.Module, Recoverable]:
-    """Check what is to be recoverable, and hold this rank's folder."""
+@contextmanager
+def _attached(
+    optimizer: Optimizer,
+    folder: str | os.PathLike[str],
+    function: str,
+    model: nn.Module | None,
+    policy: OffloadPolicy | Mapping[str, Any] | None,
+) -> Iterator[tuple[Recoverable, Engine, Optimizer, nn.Module]]:
+    """Offload ``optimizer`` unless it is, check it, hold this rank's folder; undo it all if the block raises."""
     first, *others = optimizers_in(optimizer, function)
-    attachment, kind = attachment_of(first), type(first).__name__
-    if others or attachment is None:
-        problem = f"holds {1 + len(others)} optimizers; give one" if others else f"is not offloaded; {IF_NOT}"
-        raise RuntimeError(f"{function}: this {kind} {problem}.")
-    engine, model = attachment.engine, None if attachment.model is None else attachment.model()
+    if others:
+        raise RuntimeError(f"{function}: this {type(first).__name__} holds {1 + len(others)} optimizers; give one.")
+    is_new, run = attachment_of(first) is None, None
+    if is_new and model is None:
+        raise RuntimeError(
+            f"{function}: this {type(first).__name__} is not offloaded. Give model=model, and policy=..., as to "
+            "offload_optimizer()."
+        )
+    if model is not None:
+        with memory_is_replaced():
+            offload_optimizer(optimizer, model=model, policy=policy, exist_ok=True)
+    attachment = attached(first)
+    try:
+        known = _check(first, attachment, function)
+        run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
+        run.folder.hold(world_size())
+        yield run, attachment.engine, first, known
+        attachment.engine.contents.listeners.append(run)
+    except BaseException:
+        if run is not None:
+            run.close(deletes=False)
+        if is_new and not attachment.engine.failure:
+            remove_offload(first)
+        raise
+
+
+def _check(optimizer: Optimizer, attachment: Attachment, function: str) -> nn.Module:
+    """Return the model, or raise if ``optimizer`` cannot be made recoverable."""
+    engine, kind = attachment.engine, type(optimizer).__name__
+    model = None if attachment.model is None else attachment.model()
     if engine.core.is_foreign:
         raise RuntimeError(f"{function}: call it in the thread that trains.")
     if model is None:
@@ -583,7 +532,7 @@ def _prepare(
             f"{function}: names are those of the model, and it is not known. Call offload_optimizer(optimizer, "
             "model=model)."
         )
-    params, wrong = dict.fromkeys(params_of(first)), ""
+    params, wrong = dict.fromkeys(params_of(optimizer)), ""
     strangers = [name for param, name in parameters_of(model).items() if param.requires_grad and param not in params]
     odd = (one for one in params if has_inner_tensors(one) or not local_shard(one).is_contiguous())
     several = [engine.names.get(one, "a parameter") for one in odd]
@@ -608,9 +557,7 @@ def _prepare(
     if wrong:
         raise ValueError(f"{function}: {wrong}.")
     engine.check_usable(function)
-    run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
-    run.folder.hold(world_size())
-    return first, attachment, model, run
+    return model
 
 
 def _reduces_with_all(param: Tensor) -> bool:

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,25 @@ from .layout import LeafLayout, StateLayout
 EntryOf = Callable[[Tensor], dict[str, Any]]
 
 
-class Reader(Protocol):
-    """A reader of homes during training: the writer of an asynchronous checkpoint."""
+class Reader(ABC):
+    """A reader of homes during training, such as the writer of an asynchronous checkpoint."""
 
+    @abstractmethod
     def is_reading(self) -> bool:
         """Return whether the reader may still read the memory that it was given."""
 
+    @abstractmethod
     def wait(self) -> None:
         """Block until the reader has finished."""
 
-    def when_over(self, look: Callable[[], object]) -> None:
-        """Call ``look`` when the reader has finished, before the homes may be written again."""
+    def check_step(self) -> None:  # noqa: B027  # most readers do not train
+        """Raise if a step that begins now would wait for this reader in vain: here, never."""
+
+    def when_over(self, look: Callable[[], object]) -> None:  # noqa: B027
+        """Call ``look`` when the reader has finished, before the homes may be written again.
+
+        Here, do nothing: for readers that find by themselves what others write.
+        """
 
 
 @dataclass(eq=False)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer, remove_offload
+from fsdp_offload.device import arena
 from fsdp_offload.listeners import Recoverable, newest_commit, recover, recoverable
 from fsdp_offload.listeners import folder as folders
 from tests.forks import in_forked_child
@@ -118,6 +119,64 @@ def test_a_recovery_has_what_the_last_commit_had(mesh: DeviceMesh, memory: Path,
     assert newest_commit(memory) is None
     assert not list(memory.iterdir())
     other.step(9)  # training goes on in files that have no name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_recovery_takes_no_memory_but_the_files(
+    mesh: DeviceMesh, memory: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a second process fits beside two sets of homes, but not a third set."""
+    kept = committed(mesh, memory, **MODES[mode])
+    taken, touch = [0], arena._touch_and_lock
+
+    def counted(pieces: Any, *rest: Any, writes: bool = True) -> None:
+        taken[0] += writes * sum(nbytes for _, nbytes in pieces)
+        touch(pieces, *rest, writes=writes)
+
+    monkeypatch.setattr(arena, "_touch_and_lock", counted)
+    other, policy = Script(mesh, attach=False), OffloadPolicy(host_limit_bytes=1, **MODES[mode])
+    run = recover(other.optimizer, memory, model=other.model, policy=policy)
+    assert taken == [0]
+    assert same_values(other.values(), kept)
+    plain = Script(mesh, attach=False)
+    for step in range(5):
+        plain.step(step)
+        if step >= 3:
+            other.step(step)
+            run.commit()
+    assert same_values(other.values(), plain.values())
+    assert taken == [0]
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_raises_leaves_an_optimizer_as_it_was(mesh: DeviceMesh, memory: Path, mode: str, attach: bool) -> None:
+    committed(mesh, memory, **MODES[mode])
+    other, policy = Script(mesh, attach=attach, **MODES[mode]), OffloadPolicy(**MODES[mode])
+    with pytest.raises(RuntimeError, match="has commit 3 of a run that has ended"):
+        recoverable(other.optimizer, memory, model=other.model, policy=policy)
+    with pytest.raises(ValueError, match="has no commit 9"):
+        recover(other.optimizer, memory, model=other.model, policy=policy, commit=9)
+    assert is_offloaded(other.optimizer) is attach
+    plain = Script(mesh, attach=False)
+    for step in range(3):
+        plain.step(step)
+        other.step(step)
+    assert same_values(other.values(), plain.values())
+
+
+def test_a_start_that_finds_no_room_leaves_a_plain_optimizer(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh, attach=False)
+    with pytest.raises(MemoryError, match="a second set of homes"):
+        recoverable(script.optimizer, memory, model=script.model, policy=OffloadPolicy(host_limit_bytes=1000))
+    assert not is_offloaded(script.optimizer)
+    policy = OffloadPolicy(overlap="iteration", parameters=True)
+    run = recoverable(script.optimizer, memory, model=script.model, policy=policy)
+    script.step(0)
+    run.commit(0)
+    kept = script.values()
+    let_go(run)
+    assert_recovered(mesh, memory, 0, kept, overlap="iteration", parameters=True)
 
 
 def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: DeviceMesh, memory: Path) -> None:
@@ -277,7 +336,7 @@ def test_what_cannot_be_recovered_is_refused_before_anything_changes(
     mesh: DeviceMesh, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Script(mesh, attach=False)
-    with pytest.raises(RuntimeError, match="is not offloaded; call offload_optimizer"):
+    with pytest.raises(RuntimeError, match=r"is not offloaded\. Give model=model"):
         recoverable(plain.optimizer, memory)
     one, other = Script(mesh), Script(mesh)
     with pytest.raises(RuntimeError, match="holds 2 optimizers; give one"):

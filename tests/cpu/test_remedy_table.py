@@ -1110,6 +1110,8 @@ ELSEWHERE = {
         "was not set as torchrun does",
         "a recovery would not find it",
         "were written between recover() and the backward",
+        "this  holds  optimizers; give one.",
+        "is not offloaded. Give model=model, and policy",
     ),
     "tests/cpu/test_weights_from_homes.py": (
         "was called for within a loop",

@@ -1,0 +1,120 @@
+"""One commit: the homes that it reads, and a record of what is small enough to be copied in each step."""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ..core.loop import Core
+from ..state.shard import Reader, ShardHome
+
+Record = dict[str, Any]
+_Memory = tuple[bool, torch.dtype]
+"""Whether tensors lie on the device, and their dtype: all that are alike are copied, and written, as one."""
+
+
+class AtHome:
+    """Stands in a record for a state tensor that lies in its home."""
+
+
+AT_HOME = AtHome()
+
+
+@dataclass(frozen=True)
+class _Small:
+    """Stands in a record for another tensor: its elements among those that are alike."""
+
+    memory: _Memory
+    begin: int
+    shape: torch.Size
+
+
+@dataclass(eq=False)
+class Commit(Reader):
+    """A reader of its homes until a later commit has been written.
+
+    Attributes:
+        number: that of its record.
+        which: the file that has its parameters of the device.
+        homes, seen: its homes, and their versions with those of parameters on the device, when it was made.
+        before: number of the commit that all ranks have once its stores have ended.
+        give_up: deletes all commits.
+        record: what is written; empty behind that.
+        written: ends when the record is written.
+    """
+
+    number: int
+    which: int
+    homes: list[ShardHome]
+    seen: list[object]
+    before: int
+    give_up: Callable[[], None]
+    record: Record = field(default_factory=dict)
+    written: Future[None] = field(default_factory=Future)
+    is_over: bool = False
+
+    def is_reading(self) -> bool:
+        """Return whether no later commit has been written."""
+        return not self.is_over
+
+    def wait(self) -> None:
+        """Give the homes up: a load, or other code, is about to write them between two steps."""
+        if not self.is_over:
+            self.give_up()
+
+
+def record_of(tree: Record, core: Core) -> Record:
+    """Pickle ``tree`` with stand-ins for its tensors; copy the tensors to the host.
+
+    Those on the device are copied in the lane of stores: the record is complete once they have run.
+    """
+    found, spec = tree_flatten(tree)
+    device, store = core.cache.device, core.lanes.store
+    alike: defaultdict[_Memory, list[Tensor]] = defaultdict(list)
+    numels: defaultdict[_Memory, int] = defaultdict(int)
+    known: dict[int, _Small] = {}
+    for at, one in enumerate(found):
+        if not isinstance(one, Tensor):
+            continue
+        if id(one) not in known:
+            memory = (one.device.type == device.type, one.dtype)
+            known[id(one)] = _Small(memory, numels[memory], one.shape)
+            alike[memory].append(one.detach())
+            numels[memory] += one.numel()
+        found[at] = known[id(one)]
+    homes: dict[_Memory, Tensor] = {}
+    store.wait(core.lanes.compute.mark(), *core.updated.values())  # R3: updates write counters
+    for memory, tensors in alike.items():
+        is_on_device, dtype = memory
+        pins = is_on_device and device.type != "cpu"
+        homes[memory] = home = torch.empty(numels[memory], dtype=dtype, device="cpu", pin_memory=pins)
+
+        def copy(home: Tensor = home, tensors: list[Tensor] = tensors) -> None:
+            home.copy_(torch.cat([one.reshape(-1) for one in tensors]), non_blocking=True)
+
+        if is_on_device:
+            store.run(copy, reads=tensors, writes=[home])
+        else:
+            copy()
+    return {
+        "tree": pickle.dumps(tree_unflatten(found, spec)),
+        "small": homes,
+    }  # few objects: torch.save is slow with many
+
+
+def tree_of(record: Record, device: torch.device) -> Record:
+    """Return the tree that :func:`record_of` was given, with new tensors where they were, on ``device`` or the host."""
+    homes: dict[_Memory, Tensor] = record["small"]
+
+    def tensor(one: _Small) -> Tensor:
+        values = homes[one.memory][one.begin :][: one.shape.numel()].view(one.shape)
+        return values.to(device if one.memory[0] else "cpu", copy=True)
+
+    found: Record = tree_map_only(_Small, tensor, pickle.loads(record["tree"]))
+    return found
