@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_offload.checkpoint.arena_stager import Loan
+from fsdp_offload.state.shard import Reader
 from tests.parity import leaves, same_value
 
 TIMEOUT_S = 60  # whoever waits longer has met a deadlock
@@ -59,7 +60,7 @@ class FailingWriter(HeldWriter):
         raise OSError("no space left on device")
 
 
-class Reading:
+class Reading(Reader):
     """Reads homes, in place of a writer, until somebody waits for it or says that it has finished.
 
     Attributes:
@@ -70,9 +71,6 @@ class Reading:
     def __init__(self) -> None:
         self.reading = True
         self.waited = 0
-
-    def when_over(self, look: Callable[[], object]) -> None:
-        """It has written nothing that anybody could have spoilt."""
 
     def is_reading(self) -> bool:
         return self.reading
