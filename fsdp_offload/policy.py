@@ -84,10 +84,10 @@ class OffloadPolicy:
               the optimizer. Needs a model.
             - ``"iteration"``: as ``"forward"``, and update each bucket in the backward, as soon as its gradients are
               final. For loops in which the number of backwards before a step does not change. A loop that clips by a
-              norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then guesses that are rolled back in steps
-              that clip, and wait for ``step()`` if more than a fifth of the steps clip. Guesses need as much host
-              memory again as the state and the parameters. If a loop changes gradients in any other way, the first
-              steps show it, and updates then wait for ``step()``. Needs a model.
+              norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then speculative, and rolled back in steps
+              that clip, and wait for ``step()`` if more than a fifth of the steps clip. That needs as much host memory
+              again as the state and the parameters. If a loop changes gradients in any other way, the first steps
+              show it, and updates then wait for ``step()``. Needs a model.
         device_bytes: Limit the device memory for offloaded state and parameters, passing through or kept, at the
             model's own peak. A number is exceeded only if one update needs more (the report says so), and at points of
             an iteration where the model leaves as much more free. ``"auto"`` begins with four blocks of state and four

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, is_offloaded
 from fsdp_offload.device.lanes import Lane, TurnsLane
 from fsdp_offload.engine.engine import engine_of
-from fsdp_offload.engine.guesses import Guesses
+from fsdp_offload.engine.speculation import Speculation
 from tests.at_home import not_at_home
 from tests.conformance import oracle
 from tests.conformance.axes import Block, Case
@@ -168,10 +168,10 @@ def same(one: oracle.Loop, other: oracle.Loop) -> bool:
     return not different(one.everything(), other.everything())
 
 
-def guesses_of(loop: Loop) -> Guesses:
+def speculation_of(loop: Loop) -> Speculation:
     engine = engine_of(loop.optimizer)
     assert engine is not None
-    return engine.guesses
+    return engine.speculation
 
 
 def slow_down(kind: str, cycles: int, patch: Callable[[Any, str, Any], object] = setattr) -> list[str]:

@@ -40,7 +40,7 @@ LIMITS = {
     "tests": 45_840,  # planned 22,000; 2,100 run remedies; 950 convert folders; 340 interrupt; 110 relate plans
 }
 ATTACHING, STEP = 33, 16  # files
-FIELDS = {"Engine": 18, "Core": 23, "Guesses": 17, "Ahead": 10, "Cache": 15, "Lending": 6, "Item": 13}
+FIELDS = {"Engine": 18, "Core": 23, "Speculation": 17, "Ahead": 10, "Cache": 15, "Lending": 6, "Item": 13}
 """Of an object of which an optimizer has one, and of an item: today's figures."""
 
 METHODS = 44
@@ -115,7 +115,15 @@ def test_objects_of_which_an_optimizer_has_one_hold_few_things() -> None:
     engine = engine_of(optimizer)
     assert engine is not None
     core = engine.core
-    for one in (engine, core, engine.guesses, engine.guesses.ahead, core.cache, engine.lending, core.buckets[0].state):
+    for one in (
+        engine,
+        core,
+        engine.speculation,
+        engine.speculation.ahead,
+        core.cache,
+        engine.lending,
+        core.buckets[0].state,
+    ):
         assert len(vars(one)) <= FIELDS[type(one).__name__], f"{type(one).__name__} has {sorted(vars(one))}"
     methods = [name for name, one in vars(type(engine)).items() if callable(one) or isinstance(one, property)]
     assert len(methods) <= METHODS

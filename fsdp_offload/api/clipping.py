@@ -1,7 +1,7 @@
 """``clip_grad_norm_`` of torch, bit for bit, which lets updates of ``overlap="iteration"`` run ahead of it.
 
-An update in the backward is speculative: it assumes that the clipping factor will be 1 (``engine/guesses.py``). This
-function computes norm and factor on the device; ``step()`` learns on the host whether the factor was 1.
+An update in the backward is speculative: it assumes that the clipping factor will be 1 (``engine/speculation.py``).
+This function computes norm and factor on the device; ``step()`` learns on the host whether the factor was 1.
 """
 
 import math
@@ -85,11 +85,11 @@ def clip_in_order(
 ) -> Tensor:
     """Clip as :func:`clip_grad_norm_`, in a framework's order: ``params`` are those of ``optimizers``."""
     inner = optimizers_in(list(optimizers), "clip_grad_norm_")
-    guesses = [attachment.engine.guesses for attachment in map(attachment_of, inner) if attachment is not None]
-    for one in guesses:
+    speculating = [attachment.engine.speculation for attachment in map(attachment_of, inner) if attachment is not None]
+    for one in speculating:
         one.announce()
     grads = [grad for param in params if (grad := param.grad) is not None]
-    if not guesses and len(_by_mesh(grads)) < 2:
+    if not speculating and len(_by_mesh(grads)) < 2:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     with bare(grads):  # not an access of the user
         get_norm, options = torch.nn.utils.get_total_norm, (norm_type, error_if_nonfinite, foreach)
@@ -110,7 +110,7 @@ def clip_in_order(
                         holders: Any = [SimpleNamespace(grad=grad) for grad in of_mesh]
                         torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total, foreach)
 
-            used = set().union(*(one.put_off(is_one, scale) for one in guesses))
+            used = set().union(*(one.put_off(is_one, scale) for one in speculating))
             scale([grad for grad in grads if id(grad) not in used])
     return norm
 

@@ -248,7 +248,7 @@ def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> Offl
         kept=kept,
         step=step,
         iteration=iteration,
-        clipping=engine.guesses.sentence,
+        clipping=engine.speculation.sentence,
         left_out=_left_out(engine),
         notes=(*notes_of(engine), *too_few),
     )

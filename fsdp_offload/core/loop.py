@@ -452,10 +452,10 @@ class Core:
         cache.pinned = tuple({item: None for one in buckets for item in one.streamed})
         for item in cache.pinned:
             cache.fetch(item)
-        guess = updates.way_back if updates.stepping is None else None
-        if guess is not None:
+        way_back = updates.way_back if updates.stepping is None else None
+        if way_back is not None:
             for one in buckets:
-                guess.guard(one)
+                way_back.guard(one)
         lane.wait(*self._with_gradients(updates, first))
         if creates:
             lane.wait(*self.updated.values())  # R3: they may still be writing counters, and tensors of all parameters
@@ -480,10 +480,10 @@ class Core:
         updates.done.update(dict.fromkeys(buckets))
         cache.pinned, updates.torn = (), ()  # last: an interrupt leaves each bucket in done or in torn
         cache.moved.updates += len(buckets)
-        if guess is not None:
+        if way_back is not None:
             for one in buckets:
-                guess.updated(one)
-        self._send_home(updates, buckets, guess)
+                way_back.updated(one)
+        self._send_home(updates, buckets, way_back)
 
     def _lane_of(self, updates: Updates, buckets: Sequence[Bucket]) -> Lane:
         """Choose the lane of an update. Kept buckets have their own, so that they never wait for another's load.
@@ -514,7 +514,7 @@ class Core:
             before = self._gradients.get(one.number, []) if one in updates.done else []  # these gradients came late
             self._gradients[one.number] = [*before, *gradients]
 
-    def _send_home(self, updates: Updates, buckets: Sequence[Bucket], guess: "WayBack | None") -> None:
+    def _send_home(self, updates: Updates, buckets: Sequence[Bucket], way_back: "WayBack | None") -> None:
         """Store the items of updated buckets; in a speculative step also kept ones, which the next one needs at home.
 
         State that is not kept gives up its place: the next load waits for its store, and not for later ones.
@@ -523,7 +523,7 @@ class Core:
         for item in {item: None for one in buckets for item in one.streamed}:
             is_state = item not in number_of
             is_complete = is_state or updates.done.keys() >= set(self.of_group[number_of[item]])
-            if is_complete and (guess is not None or updates.stores_kept or not item.stays):
+            if is_complete and (way_back is not None or updates.stores_kept or not item.stays):
                 self.cache.put(item)
                 if is_state and not item.kept:
                     self.cache.drop(item, is_used=True)

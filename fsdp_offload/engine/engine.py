@@ -35,8 +35,8 @@ from ..state.layout import in_dtypes_of, is_trained
 from ..state.shard import StateShard
 from ..state.store import OffloadedState, StateStore, UserState, adopt, is_exchanged
 from .groups import ParamGroups, ids_of, is_dead
-from .guesses import AnyMethod, Guesses
 from .homes import Lending, Plan
+from .speculation import AnyMethod, Speculation
 from .step import Contents, Step
 from .weights import FixedHome, Weights
 
@@ -81,7 +81,7 @@ class Engine:
         lending: homes that others read.
         contents: the parts that all its steps use, and their listeners.
         core: the loop that moves items and runs updates.
-        guesses: gradients that the backward has updated with, and whether that step is speculative.
+        speculation: gradients that the backward has updated with, and whether that step is speculative.
         weights: parameters whose home is on the host.
         loads_in_backward: hooks on a model tell when a backward begins.
         room: chooses how many blocks are allowed; ``None`` if ``device_bytes`` is a number, or blocks gain nothing.
@@ -109,7 +109,7 @@ class Engine:
         self.plan.streamed = self.weights.parts.keys()
         self.groups = ParamGroups(self.layouts, self.plan)
         self.contents = Contents(cls, self.layouts, self.plan, self.groups, self.lending, self.weights, host)
-        self.guesses = Guesses(self.core, self.contents, names)
+        self.speculation = Speculation(self.core, self.contents, names)
         if device.type != "cpu" and not policy.serial:  # on serial lanes, each mark waits for the device
             self.core.cache.stopwatch = Stopwatch(device)
             if policy.moves_beside_model and not capabilities.moves_whole and link.counts:
@@ -149,7 +149,7 @@ class Engine:
     @_alone
     def settle(self) -> None:
         """Bring all items home before homes are written, or planned anew. Do not raise an error of the CPU's update."""
-        self.guesses.roll_back()
+        self.speculation.roll_back()
         if self.host is not None:
             self.host.wait()
         self.core.wait_updated()
@@ -179,7 +179,7 @@ class Engine:
         core.choose_kept()
         learns = limit is None and not whole and self.policy.moves_beside_model and core.cache.stopwatch is not None
         self.room = Room.for_pools(pools, [*state, *streamed.values()]) if learns else None
-        self.guesses.old.forget()
+        self.speculation.old.forget()
         self._is_taken = True
 
     def note_made(self, states: StateStore) -> None:
@@ -220,7 +220,7 @@ class Engine:
 
     def _step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
         """Return whether there was any gradient, and whether this iteration repeated the one before."""
-        core, guesses = self.core, self.guesses
+        core, speculation = self.core, self.speculation
         self.check_usable("step()", mid_step=True)
         self.lending.check_step()
         if lost := self.lending.lost_writes():
@@ -231,40 +231,40 @@ class Engine:
                 stacklevel=3,
             )
         self._make_zeroed_gradients(self.plan.shards)
-        guesses.look()
+        speculation.look()
         core.away = False
         core.come("step")
-        problem = guesses.problem(optimizer, states, kwargs)
-        if problem and (not guesses.made or guesses.written()):
+        problem = speculation.problem(optimizer, states, kwargs)
+        if problem and (not speculation.made or speculation.written()):
             self.refuse("step()", problem)  # a roll-back would overwrite the user's write
-        if problem or (guesses.made and guesses.ahead.way_back.is_written()):
-            guesses.roll_back()
+        if problem or (speculation.made and speculation.ahead.way_back.is_written()):
+            speculation.roll_back()
         try:
             if core.updates is None:
                 self._follow_groups(optimizer, states)
             self._check_gradients(
-                guesses.ahead.freed,
+                speculation.ahead.freed,
                 "Nothing has been changed." if core.updates is None else "Put this right, and call step() again.",
             )
             updated = self._shards_with_grad(optimizer, states)
             self.note_made(states)
         except BaseException:
-            guesses.roll_back()
+            speculation.roll_back()
             raise
         try:
-            guesses.settle()  # last, since it waits for the norm
+            speculation.settle()  # last, since it waits for the norm
         except BaseException as error:
             self._note_failure(error, core.buckets)
             raise
-        ended = guesses.ahead.ended
+        ended = speculation.ahead.ended
         numbers = {number for shard in updated if shard.param not in ended for number in shard.buckets}
         self._see_who_holds()
         wanted, made = [bucket for bucket in core.buckets if bucket.number in numbers], core.cache.lasting_bytes
         try:
-            if guesses.step is None:
-                guesses.ahead.is_speculative = False  # the backward may have chosen to guess, and begun nothing
+            if speculation.step is None:
+                speculation.ahead.is_speculative = False  # the backward may have chosen to speculate, and begun nothing
                 core.updates = Step(self.contents, optimizer, states, kwargs)
-            step = guesses.step
+            step = speculation.step
             assert step is not None
             step.leave_out(ended)
             self._leave_room([bucket for bucket in wanted if not bucket.state.exists])
@@ -282,7 +282,7 @@ class Engine:
         try:
             repeats = core.end()
         finally:  # also after an interrupt: all updates have been issued
-            guesses.step_ended(scaler_decides(optimizer, kwargs))
+            speculation.step_ended(scaler_decides(optimizer, kwargs))
         for heard in step.heard:
             heard.committed([*core.updated.values()])
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
@@ -304,8 +304,8 @@ class Engine:
 
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:
         core = self.core
-        if self.guesses.made:
-            self.guesses.roll_back()
+        if self.speculation.made:
+            self.speculation.roll_back()
             core.reset()
             return
         if (core.done or core.torn) and (self.host is None or error is not self.host.error):
@@ -322,7 +322,7 @@ class Engine:
             core.abandon()
         finally:
             core.cache.restore_room()
-            self.guesses.forget()
+            self.speculation.forget()
 
     def _measure(self, steady: bool) -> None:
         core, room, link = self.core, self.room, device_link(self.device)
@@ -352,15 +352,15 @@ class Engine:
         """Handle the reduction of gradients of a group's ``params``: update ready buckets, and load the next items."""
         core = self.core
         self._see_who_holds()
-        self.guesses.note(params)
+        self.speculation.note(params)
         core.away = False
-        self.guesses.ahead.ended = set()  # these gradients come from a backward after the load
+        self.speculation.ahead.ended = set()  # these gradients come from a backward after the load
         may_begin = False
         if core.mode.begin == "final" and core.updates is None and not self.failure:
-            may_begin = core.frees_all or self.guesses.is_clean
-            if self.guesses.announced and not core.frees_all:
-                self.guesses.choose(optimizer, states)
-                may_begin = self.guesses.ahead.is_speculative
+            may_begin = core.frees_all or self.speculation.is_clean
+            if self.speculation.announced and not core.frees_all:
+                self.speculation.choose(optimizer, states)
+                may_begin = self.speculation.ahead.is_speculative
             # Last: with many groups it takes long. Trained parameters without a plan are taken over by step().
             as_before = may_begin and self.groups.are_as_before(optimizer)
             may_begin = as_before and not any(map(is_trained, self.groups.unplanned))
@@ -372,7 +372,7 @@ class Engine:
                     core.lanes.compute.wait(core.lanes.event(event))
                     event = None  # mark the end of compute instead, which writes the zeros
                 final = core.reduced(number, event, goes_on=may_begin or core.updates is not None)
-                ready = self.guesses.takes(final)
+                ready = self.speculation.takes(final)
                 if ready and core.updates is None and (step := self._begin(optimizer, states)) is not None:
                     core.begin(step)
                 core.run(ready)
@@ -387,12 +387,12 @@ class Engine:
                 stacklevel=2,
             )
         new = dict.fromkeys([param for bucket in core.done.keys() - before for param in bucket.params])
-        if new and self.guesses.made and self.contents.writes_gradients:
+        if new and self.speculation.made and self.contents.writes_gradients:
             self.refuse("written gradients")
         if core.frees_gradients:
-            self.guesses.spend(new)
+            self.speculation.spend(new)
         else:
-            self.guesses.watch_used(new)
+            self.speculation.watch_used(new)
 
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
         """Decide before the first reduction of a step whether gradients may wait for ``step()``: only if all fit.
@@ -402,7 +402,7 @@ class Engine:
         core = self.core
         if not core.frees_gradients or self.failure or core.done:
             return
-        if not self.guesses.is_clean and self.layouts.capabilities.elementwise:
+        if not self.speculation.is_clean and self.layouts.capabilities.elementwise:
             core.frees_all = core.frees_all or not self._gradients_fit()
         if not core.frees_all:
             return
@@ -428,7 +428,7 @@ class Engine:
         creating = [bucket for bucket in self.core.buckets if not bucket.state.exists]
         self._leave_room([bucket for bucket in creating if any(map(expected, bucket.groups))])
         self.adopt_exchanged(states, optimizer)
-        ahead = self.guesses.ahead
+        ahead = self.speculation.ahead
         return Step(self.contents, optimizer, states, {}, way_back=ahead.way_back if ahead.is_speculative else None)
 
     # Parameters and state of a step -----------------------------------------------------------------------------------
@@ -526,7 +526,7 @@ class Engine:
         self.check_whole(what)
         if mid_step:
             return
-        self.guesses.roll_back()
+        self.speculation.roll_back()
         if self.core.done:
             raise RuntimeError(
                 f"{what} refused: the backward has updated a part of it (OffloadPolicy(overlap='iteration')). "
@@ -536,7 +536,7 @@ class Engine:
     @_alone
     def skip_step(self) -> None:
         """Prepare for the clearing of gradients; refuse if the backward has updated without a ``step()``."""
-        self.guesses.skip()
+        self.speculation.skip()
         self.core.reductions.held.clear()
         if self.core.done:
             self.refuse("zero_grad()")
@@ -544,10 +544,10 @@ class Engine:
     @_alone
     def refuse(self, what: str, problem: str = "") -> NoReturn:
         """Refuse an action ``what`` that must not follow an update in the backward: the state is half updated now."""
-        self.guesses.roll_back()
+        self.speculation.roll_back()
         self.failure = _REFUSALS[what].format(", with OffloadPolicy(overlap='iteration')", problem)
         self.core.abandon()
-        self.guesses.forget()
+        self.speculation.forget()
         raise RuntimeError(f"{self.failure}.")
 
     # By hand ----------------------------------------------------------------------------------------------------------
@@ -555,7 +555,7 @@ class Engine:
     @_looking
     def offload(self, states: StateStore) -> None:
         """Begin to store state that is newer in its place than at home, and copy users' tensors into their homes."""
-        self.guesses.roll_back()
+        self.speculation.roll_back()
         if not (self.core.done or self.core.away):
             self.adopt_exchanged(states)
             self.core.cache.flush()
@@ -640,11 +640,11 @@ class Engine:
         Discard a step that the backward has begun. Tensors of ``loaded`` have the form of a state dict. They are
         converted to the form that the optimizer keeps one parameter at a time, to take no more device memory than that.
         """
-        self.guesses.roll_back()
+        self.speculation.roll_back()
         ended = {param for bucket in self.core.done for param in bucket.params}
         self.core.abandon()
-        self.guesses.forget()
-        self.guesses.ahead.ended = ended
+        self.speculation.forget()
+        self.speculation.ahead.ended = ended
         self.settle()
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
@@ -696,7 +696,7 @@ class Engine:
         Then move parameters back to the device.
         """
         self.settle()
-        self.guesses.forget()
+        self.speculation.forget()
         self.core.cache.release()
         self.lending.wait()
         # Take over tensors that the user has put into the state since the last step.
@@ -762,7 +762,7 @@ class Engine:
         self._wait([*state, *self.weights.items.values()], may_write=may_write)
 
     def _wait(self, items: Sequence[Item], *, may_write: bool = True) -> None:
-        self.guesses.roll_back()
+        self.speculation.roll_back()
         had_failed = bool(self.failure)
         self.core.wait_home(items, may_write=may_write)
         if not had_failed:
@@ -771,7 +771,7 @@ class Engine:
     @_looking
     def wait_updated(self) -> None:
         """Make the current stream wait for all updates, so that it reads new parameters and counters."""
-        self.guesses.roll_back()
+        self.speculation.roll_back()
         self.core.wait_updated(lets_go=not self.core.is_foreign)
 
     def synchronize(self) -> None:

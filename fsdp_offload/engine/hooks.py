@@ -74,8 +74,8 @@ class ModelHooks:
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine
         refuse_capture(engine.device)
-        if engine.guesses.ahead.is_speculative:
-            engine.guesses.before_gather(number)
+        if engine.speculation.ahead.is_speculative:
+            engine.speculation.before_gather(number)
         if number not in engine.weights.items:
             engine.core.gather(number, stream)
         if stream is None:
@@ -83,8 +83,8 @@ class ModelHooks:
 
     def _before_use(self, number: int, in_backward: bool) -> None:
         engine = self._engine
-        if engine.guesses.ahead.is_speculative:
-            engine.guesses.before_gather(number)
+        if engine.speculation.ahead.is_speculative:
+            engine.speculation.before_gather(number)
         step = engine.core.updates
         if step is not None and engine.core.has_updated(number):
             if runs_in_backward():
@@ -95,12 +95,12 @@ class ModelHooks:
         if not in_backward and torch.is_grad_enabled() and not runs_in_backward():
             if engine.core.is_foreign:
                 engine.core.trained_here()
-            engine.guesses.keep_ahead(number)
+            engine.speculation.keep_ahead(number)
 
     def _before_read(self, number: int, stream: torch.Stream | None, in_backward: bool) -> None:
         engine = self._engine
         if number in engine.weights.items:
-            engine.guesses.before_gather(number)
+            engine.speculation.before_gather(number)
             engine.core.gather(number, stream)
             engine.weights.lend(number)
             self._trains = in_backward or torch.is_grad_enabled()
@@ -138,8 +138,8 @@ class ModelHooks:
             one.before_reduction()
         step = engine.core.updates
         if step is not None and (step.is_seen or engine.core.has_updated(number)):
-            if engine.guesses.made:
-                engine.guesses.roll_back()
+            if engine.speculation.made:
+                engine.speculation.roll_back()
             else:
                 engine.refuse("second backward")
         if engine.policy.parameters:

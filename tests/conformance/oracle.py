@@ -35,7 +35,7 @@ from fsdp_offload import (
     remove_offload,
 )
 from fsdp_offload.checkpoint import ArenaStager
-from fsdp_offload.engine import guesses
+from fsdp_offload.engine import speculation
 from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import Waits
 from tests.at_home import dropped_is_spoilt, not_at_home
@@ -507,7 +507,7 @@ def schedule(optimizer: Optimizer) -> Any:
 
 def compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop, int], None]]) -> list[str]:
     """Train both; what is not the same, by name, and after which step, and what is not where it lives."""
-    never_stops = mock.patch.multiple(guesses, STOPS_ABOVE=1.0, GOES_ON_BELOW=1.0)  # whatever a habit takes back
+    never_stops = mock.patch.multiple(speculation, STOPS_ABOVE=1.0, GOES_ON_BELOW=1.0)  # whatever a habit takes back
     with never_stops, warnings.catch_warnings(), dropped_is_spoilt(), pytest.MonkeyPatch.context() as patch:
         # A step that is left out is none of a scheduler's business here.
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
@@ -543,7 +543,7 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
     finally:
         loop.finish_saving()
         if case.deltas and is_offloaded(loop.optimizer):
-            seen["taken back"] += engine_of(loop.optimizer).guesses.rolled_back
+            seen["taken back"] += engine_of(loop.optimizer).speculation.rolled_back
         if not dist.is_initialized() or dist.get_rank() == 0:
             shutil.rmtree(folder)
     return []
@@ -610,9 +610,9 @@ def _of_all_ranks(problems: list[str], loop: Loop) -> list[str]:
     """They leave a case together, and have taken back the same steps, although each has other gradients."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return problems
-    guesses = engine_of(loop.optimizer).guesses
+    decided = engine_of(loop.optimizer).speculation
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (problems, (guesses.committed, guesses.rolled_back)))
+    dist.all_gather_object(gathered, (problems, (decided.committed, decided.rolled_back)))
     found = [f"rank {rank}: {problem}" for rank, (of_rank, _) in enumerate(gathered) for problem in of_rank]
     decisions = [counts for _, counts in gathered]
     return found if len({*decisions}) == 1 else [*found, f"ranks have decided otherwise: {decisions}"]

@@ -39,11 +39,11 @@ from tests.overlapping import (
     adamw,
     assert_same_each_step,
     clipping,
-    guesses_of,
     on_host,
     pair,
     policy_of,
     same,
+    speculation_of,
     together,
 )
 from tests.parity import attach, make_pair, same_value
@@ -224,7 +224,7 @@ def test_hooks_keep_nothing_alive(mesh: DeviceMesh, fields: dict[str, Any], para
     """An optimizer that is let go is gone at once, as its memory is too much to wait for the collector."""
     loop = Loop(mesh, adamw, policy_of(fields, parameters=parameters)).train_clipped([NEVER] * 4)
     engine: Any = engine_of(loop.optimizer)
-    parts = (engine, engine.plan, engine.core, engine.guesses, engine.guesses.ahead)
+    parts = (engine, engine.plan, engine.core, engine.speculation, engine.speculation.ahead)
     gone = [weakref.ref(one) for one in parts if one is not None]
     del engine, parts
     gc.collect()
@@ -678,7 +678,7 @@ def test_two_optimizers_that_are_clipped_together(mesh: DeviceMesh) -> None:
     for at, each in together((plain, loop), 12):
         each.clipped_step(at, ALWAYS if at == 7 else NEVER)
     engines = [vars(optimizer)["_offload_engine"].engine for optimizer in (loop.optimizer, loop.second)]
-    assert [engine.guesses.rolled_back for engine in engines] == [1, 1]
+    assert [engine.speculation.rolled_back for engine in engines] == [1, 1]
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -690,7 +690,7 @@ def test_gradients_that_are_not_finite(mesh: DeviceMesh, foreach: bool) -> None:
         (loss * (math.nan if at == 6 else 1.0)).backward()
         loop.clip(NEVER, foreach=foreach)
         loop.step()
-    assert guesses_of(loops[1]).rolled_back
+    assert speculation_of(loops[1]).rolled_back
 
 
 def write_weight(loop: Loop) -> None:

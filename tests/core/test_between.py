@@ -22,7 +22,7 @@ from fsdp_offload.engine.groups import ParamGroups
 from fsdp_offload.engine.homes import Plan, Turning
 from fsdp_offload.fsdp.homed import ShardedParameter
 from tests.conformance.oracle import ALWAYS, NEVER
-from tests.overlapping import Loop, Net, adamw, attach, clipping, guesses_of, pair, policy_of, same, together
+from tests.overlapping import Loop, Net, adamw, attach, clipping, pair, policy_of, same, speculation_of, together
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -70,7 +70,7 @@ def test_weights_written_after_the_forward(
         loss.backward()
         (clip_grad_norm_ if loop is loops[1] else _clip_plain)(loop.optimizer, ALWAYS if at == 6 else NEVER)
         loop.step()
-    assert guesses_of(loops[1]).rolled_back == 1
+    assert speculation_of(loops[1]).rolled_back == 1
 
 
 def _clip_plain(optimizer: Optimizer, max_norm: float) -> None:

@@ -524,7 +524,7 @@ def test_a_reader_of_a_step_that_waits_for_it_gets_the_new_state(mesh: DeviceMes
                 each.step()
     engine = engine_of(loop.optimizer)
     assert engine is not None
-    assert engine.guesses.made
+    assert engine.speculation.made
     found: list[Tensor] = []
     reader = threading.Thread(
         target=lambda: found.append(loop.optimizer.state[loop.params[0]]["exp_avg"].to_local().clone()),
@@ -535,5 +535,5 @@ def test_a_reader_of_a_step_that_waits_for_it_gets_the_new_state(mesh: DeviceMes
         each.step()
     reader.join(60)
     assert torch.equal(found[0], plain.optimizer.state[plain.params[0]]["exp_avg"].to_local().cpu())
-    assert not engine.guesses.rolled_back
+    assert not engine.speculation.rolled_back
     assert same(plain, loop)

@@ -149,7 +149,7 @@ def state_written_under_a_guess(mesh: DeviceMesh, lanes: LateLanes) -> None:
             optimizer.zero_grad()
             held = optimizer.state[model.large]["exp_avg"] if at == 6 else None
         found.append([local(one).clone() for param in model.parameters() for one in optimizer.state[param].values()])
-    assert engine_of(optimizer).guesses.committed
+    assert engine_of(optimizer).speculation.committed
     assert all(map(torch.equal, *found))
 
 
@@ -164,7 +164,7 @@ def counters_read_before_a_step(mesh: DeviceMesh, lanes: LateLanes) -> None:
         optimizer.step()
         optimizer.zero_grad()
         counters = [optimizer.state[param]["step"] for param in model.parameters()]
-    assert engine_of(optimizer).guesses.committed
+    assert engine_of(optimizer).speculation.committed
 
 
 def counters_that_count_on_from_guesses(mesh: DeviceMesh, lanes: LateLanes) -> None:
@@ -189,7 +189,7 @@ def counters_that_count_on_from_guesses(mesh: DeviceMesh, lanes: LateLanes) -> N
             optimizer.step()
             optimizer.zero_grad()
         found.append([optimizer.state[param]["step"].item() for param in model.parameters()])
-    assert engine_of(optimizer).guesses.committed
+    assert engine_of(optimizer).speculation.committed
     assert found[0] == found[1]
 
 

@@ -24,14 +24,14 @@ LEARNT = {
     "reductions.marks": "the last reductions",
     "reductions._before": "learnt: how many reductions there are",
     "core._gradients": "of updates that no gather has waited for yet; on the CPU, they have run",
-    "guesses.committed": "a counter",
-    "guesses.rolled_back": "a counter",
-    "guesses._clean_steps": "confidence",
-    "guesses._history": "confidence",
-    "guesses._is_on": "confidence",
-    "guesses._learns_later": "confidence: the last factor is read later",
-    "guesses.announced": "the loop clips",
-    "guesses._watched": "gradients are watched until they are gone",
+    "speculation.committed": "a counter",
+    "speculation.rolled_back": "a counter",
+    "speculation._clean_steps": "confidence",
+    "speculation._history": "confidence",
+    "speculation._is_on": "confidence",
+    "speculation._learns_later": "confidence: the last factor is read later",
+    "speculation.announced": "the loop clips",
+    "speculation._watched": "gradients are watched until they are gone",
     "cache.held": "what is on the device",
     "timeline.there": "what is on the device",
     "engine._failure": "why the state is half updated",
@@ -41,11 +41,11 @@ LEARNT = {
 def look(engine: Engine) -> dict[str, object]:
     """Summarize all fields of the objects of which an optimizer has one."""
     found: dict[str, object] = {}
-    parts = {"engine": engine, "core": engine.core, "cache": engine.core.cache, "guesses": engine.guesses}
+    parts = {"engine": engine, "core": engine.core, "cache": engine.core.cache, "speculation": engine.speculation}
     parts |= {
         "lending": engine.lending,
-        "ahead": engine.guesses.ahead,
-        "way_back": engine.guesses.ahead.way_back,
+        "ahead": engine.speculation.ahead,
+        "way_back": engine.speculation.ahead.way_back,
         "timeline": engine.core.timeline,
         "reductions": engine.core.reductions,
     }

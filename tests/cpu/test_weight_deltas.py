@@ -69,15 +69,15 @@ def test_a_step_that_is_rolled_back_leaves_none(mesh: DeviceMesh) -> None:
         loop.step()
     deltas = weight_deltas(loop.optimizer)
     loop.backward(4)
-    guesses = engine_of(loop.optimizer).guesses
-    assert guesses.made
+    speculation = engine_of(loop.optimizer).speculation
+    assert speculation.made
     loop.optimizer.zero_grad()
-    assert guesses.rolled_back == 1
+    assert speculation.rolled_back == 1
     assert list(deltas) == []
     loop.backward(5)
-    assert guesses.made
+    assert speculation.made
     assert list(deltas) == []  # to look takes it back, too
-    assert guesses.rolled_back == 2
+    assert speculation.rolled_back == 2
 
 
 @pytest.mark.parametrize("way", ["counted", "not counted", "a load"])

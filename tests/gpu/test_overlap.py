@@ -13,7 +13,7 @@ from fsdp_offload import clip_grad_norm_
 from fsdp_offload.engine.engine import Engine, engine_of
 from tests.conformance.oracle import ALWAYS, NEVER
 from tests.gpu.streams import LONG_CYCLES, SLEEP_CYCLES, Slow, offloaded, plain
-from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, guesses_of, same
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, Net, deafen, same, speculation_of
 
 BESIDE = pytest.mark.parametrize("overlap", ["forward", "iteration"])
 
@@ -105,7 +105,7 @@ def test_nothing_is_left_on_the_device(mesh: DeviceMesh, fields: dict[str, Any],
         taken.append((torch.cuda.memory_allocated(), 0 if host is None else host._buffer_bytes))
     assert taken[1][0] <= taken[0][0]
     assert taken[1][1] == taken[0][1]
-    assert guesses_of(loop).rolled_back == (2 if habit else 0)
+    assert speculation_of(loop).rolled_back == (2 if habit else 0)
 
 
 @BESIDE
@@ -164,4 +164,4 @@ def test_a_guess_that_stands_does_not_wait_for_the_device(mesh: DeviceMesh) -> N
     behind.record()
     loop.step()
     assert not behind.query()
-    assert guesses_of(loop).rolled_back == 0
+    assert speculation_of(loop).rolled_back == 0

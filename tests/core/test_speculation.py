@@ -21,26 +21,26 @@ from fsdp_offload import clip_grad_norm_, offload_report
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.engine import step as steps
 from fsdp_offload.engine.engine import Engine, engine_of
-from fsdp_offload.engine.guesses import Guesses
 from fsdp_offload.engine.homes import Plan
+from fsdp_offload.engine.speculation import Speculation
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.gradients import let_read, watch
 from tests.async_writers import Reading
 from tests.conformance.oracle import ALWAYS, NEVER, different
 from tests.conformance.programs import LOOKS
-from tests.overlapping import Loop, Net, adamw, clipping, guesses_of, pair, same, together
+from tests.overlapping import Loop, Net, adamw, clipping, pair, same, speculation_of, together
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
 
 
-def compare(loops: tuple[Loop, Loop], limits: list[float], first: int = 0, **options: Any) -> Guesses:
+def compare(loops: tuple[Loop, Loop], limits: list[float], first: int = 0, **options: Any) -> Speculation:
     """Train both, and compare them after each step."""
     for at, max_norm in enumerate(limits, start=first):
         for each in loops:
             each.clipped_step(at, max_norm, **options)
         assert same(*loops), at
-    return guesses_of(loops[1])
+    return speculation_of(loops[1])
 
 
 def report_of(loop: Loop) -> str:
@@ -158,7 +158,7 @@ def test_an_optimizer_that_writes_its_gradients_is_not_guessed(
     for at, loop in together(loops, 10):
         loop.optimizer.param_groups[0]["nesterov"] = at >= switched_on
         loop.clipped_step(at, ALWAYS if at % 6 == 4 else NEVER)
-    assert bool(guesses_of(loops[1]).committed) == (switched_on > 0)
+    assert bool(speculation_of(loops[1]).committed) == (switched_on > 0)
 
 
 @pytest.mark.parametrize("torch_resets", [True, False])  # torch 2.11 does not
@@ -208,7 +208,7 @@ def test_a_scaler_whose_scale_the_step_is_given(mesh: DeviceMesh) -> None:
             scaler.update()
             each.optimizer.zero_grad()
         assert same(plain, loop), at
-    assert guesses_of(loop).rolled_back
+    assert speculation_of(loop).rolled_back
 
 
 def test_what_has_no_way_back_waits_for_the_step(mesh: DeviceMesh) -> None:
@@ -253,7 +253,7 @@ def test_spare_homes_are_shared_with_snapshots(mesh: DeviceMesh, parameters: boo
     for snapshot_bytes in (0, 30_000, 1 << 30):
         policy = clipping(snapshot_bytes=snapshot_bytes, parameters=parameters)
         loop = Loop(mesh, adamw, policy).train_clipped([NEVER] * 5)
-        assert guesses_of(loop).committed == 4
+        assert speculation_of(loop).committed == 4
         spare.append(offload_report(loop.optimizer).memory.spare_home_bytes)
     assert spare[0] == spare[2]
     assert spare[0] <= spare[1] <= spare[0] + 8 * 4096  # pages that both have
@@ -271,7 +271,7 @@ def test_parameters_and_state_that_come_later_have_a_way_back_as_well(
 
     loops = pair(mesh, clipping(parameters=parameters), without_bias, net=small_net)
     compare(loops, [NEVER] * 4)
-    region = guesses_of(loops[1]).old._region
+    region = speculation_of(loops[1]).old._region
     assert region is not None
     memory, left, take = weakref.ref(region._owner), [], Plan.region
     del region
@@ -284,7 +284,7 @@ def test_parameters_and_state_that_come_later_have_a_way_back_as_well(
         loop.optimizer.param_groups[0]["amsgrad"] = True
         for state in loop.optimizer.state.values():
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-    before = guesses_of(loops[1]).committed
+    before = speculation_of(loops[1]).committed
     found = compare(loops, [NEVER, NEVER, ALWAYS, NEVER, NEVER], first=9)
     assert (found.committed, found.rolled_back) == (before + 2, 2)  # not in the first two steps after the change
 
@@ -296,7 +296,7 @@ def test_parameters_go_down_in_the_last_forward(
     """Once each, before the backward needs the link for state; not in an evaluation, whose weights may be others."""
     loop = Loop(mesh, adamw, clipping(), net=small_net, micro_batches=micro_batches)
     loop.train_clipped([NEVER] * 5)
-    way_back, found = guesses_of(loop).ahead.way_back, [0]
+    way_back, found = speculation_of(loop).ahead.way_back, [0]
     store, copy_ = way_back.core.lanes.store, way_back.core.lanes.store.copy
     old = {pair[0].data_ptr() for bucket in way_back.core.buckets for pair in bucket.old}
 
@@ -363,10 +363,10 @@ def test_a_home_that_is_read_is_not_written(mesh: DeviceMesh) -> None:
     read = [(shard.home, [leaf.clone() for leaf in shard.home.all_leaves()]) for shard in shards]
     reader = Reading()
     engine.lending.lend(reader, [shard.home for shard in shards])
-    committed = [guesses_of(loops[1]).committed]
+    committed = [speculation_of(loops[1]).committed]
     for at in range(5, 8):
         compare(loops, [NEVER], first=at)
-        committed.append(guesses_of(loops[1]).committed)
+        committed.append(speculation_of(loops[1]).committed)
         if reader.reading:
             assert all(torch.equal(a, b) for home, old in read for a, b in zip(home.all_leaves(), old, strict=True))
         if at == 5:
@@ -460,7 +460,7 @@ def test_a_view_of_gradients_that_are_zeroed_in_place(mesh: DeviceMesh) -> None:
             torch._foreach_mul_(views[each], 0.3)
         each.clip(NEVER)
         each.optimizer.step()
-    assert (guesses_of(loop).committed, guesses_of(loop).rolled_back) == (3, 1)
+    assert (speculation_of(loop).committed, speculation_of(loop).rolled_back) == (3, 1)
 
 
 def test_a_view_of_a_parameter_that_streams_stays_one(mesh: DeviceMesh) -> None:
@@ -490,7 +490,7 @@ def test_parameters_and_gradients_have_their_class_back(mesh: DeviceMesh) -> Non
     assert DTensor not in {type(param) for param in loop.params}
     loop.model.head.weight.norm()
     assert {type(param) for param in loop.params} == {DTensor}
-    assert (guesses_of(loop).committed, guesses_of(loop).rolled_back) == (5, 2)
+    assert (speculation_of(loop).committed, speculation_of(loop).rolled_back) == (5, 2)
 
 
 def test_a_gather_of_another_thread_that_ends_later_hides_no_write(mesh: DeviceMesh) -> None:

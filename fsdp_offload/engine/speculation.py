@@ -1,6 +1,6 @@
 """Updates in the backward: the gradients that they used, changes that the user made since, and speculative steps.
 
-A speculative step (a guess) assumes that its gradients do not change before ``step()``, except for a factor of 1.
+A speculative step assumes that its gradients do not change before ``step()``, except for a factor of 1.
 
 ::
 
@@ -54,7 +54,7 @@ def _from_any_thread(method: AnyMethod) -> AnyMethod:
     """Run ``method`` under the lock, and on the training stream, so that its later kernels see undone updates."""
 
     @functools.wraps(method)
-    def call(self: "Guesses", *args: Any) -> Any:
+    def call(self: "Speculation", *args: Any) -> Any:
         core = self._core
         with core.lock, core.stream.running() if core.is_foreign else nullcontext():
             return method(self, *args)
@@ -90,7 +90,7 @@ class Ahead:
         self.ended: set[Tensor] = set()
 
 
-class Guesses:
+class Speculation:
     """Decides which steps of one optimizer are speculative, and watches for changes that make them wrong.
 
     Attributes:
@@ -541,7 +541,7 @@ class OldParameters:
         addresses = [local_shard(param).data_ptr() for param in bucket.params]
         known, pairs = self._pairs.get(bucket, ([], []))
         if known != addresses:
-            assert self._region is not None, "guesses begin when there is memory"
+            assert self._region is not None, "speculation begins when there is memory"
             pairs, at = [], self.begins[bucket]
             for param in self._ranges(bucket):
                 pairs += [(self._region.bytes[at : at + param.numel()], param)] if param.numel() else []
