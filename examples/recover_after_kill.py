@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 
@@ -51,11 +52,13 @@ def train(folder: str, steps: int, width: int) -> None:
     if newest_commit(folder) is None:
         run = recoverable(optimizer, folder, model=model, policy=policy)
     else:
+        begin = time.perf_counter()
         run = recover(optimizer, folder, model=model, policy=policy)
+        print(f"recovered {run.needed_bytes / 2e9:.1f} GB in {time.perf_counter() - begin:.1f} s")
         first = run.extra["step"] + 1
         scheduler.load_state_dict(run.extra["scheduler"])
         random.set_rng_state(run.extra["random"])
-        print(f"recovered: goes on with step {first}", flush=True)
+        print(f"goes on with step {first}", flush=True)
     for step in range(first, steps):
         batch = torch.randn(8, width, generator=torch.Generator().manual_seed(step)).to(device)
         model(batch).square().mean().backward()
@@ -65,8 +68,10 @@ def train(folder: str, steps: int, width: int) -> None:
         optimizer.zero_grad()
         run.commit({"step": step, "scheduler": scheduler.state_dict(), "random": random.get_rng_state()})
 
-    whole = [tensor.full_tensor().cpu() for tensor in model.state_dict().values()]
-    print("weights", hashlib.sha256(b"".join(one.numpy().tobytes() for one in whole)).hexdigest())
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.full_tensor().cpu().numpy())
+    print("weights", digest.hexdigest())
     run.close()
     dist.destroy_process_group()
 
