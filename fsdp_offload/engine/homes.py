@@ -98,7 +98,8 @@ class Arena(Generic[AnyHoused]):
             shard.all_homes, shard.which = [], 0
         self._settle(region, 0, 0, len(self.shards))
         for shard, old in zip(self.shards, left, strict=True):
-            for target, source in zip(shard.home.all_leaves(), old.all_leaves(), strict=True) if copies else ():
+            has_values = copies and not (isinstance(shard, StateShard) and not entry_of(shard.param))
+            for target, source in zip(shard.home.all_leaves(), old.all_leaves(), strict=True) if has_values else ():
                 target.copy_(source)
             shard.moved(old, entry_of)
 

@@ -163,7 +163,8 @@ class RankFolder:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if makes else 0)
         descriptor = os.open(self.path / name, flags, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # now, and not by a SIGBUS in an update
+            if makes:
+                os.posix_fallocate(descriptor, 0, nbytes)  # now, and not by a SIGBUS in an update
             yield descriptor
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -433,9 +433,8 @@ def recoverable(
                 "optimizer state and the parameters. Have that tmpfs made larger (docker run --shm-size), or shard "
                 "over more ranks."
             )
-        taken_bytes = sum(region.taken_bytes for arena in run.arenas for region in arena.regions)
-        limit_bytes = engine.policy.host_limit_bytes
-        check_host_memory(needed_bytes - taken_bytes, limit_bytes, what="recoverable(): a second set of homes")
+        more_bytes = needed_bytes - sum(region.taken_bytes for arena in run.arenas for region in arena.regions)
+        check_host_memory(more_bytes, engine.policy.host_limit_bytes, what="recoverable(): a second set of homes")
         run.move(engine, target, copies=True)
         run.folder.write_layout(layout)
     return run
@@ -499,10 +498,7 @@ def _attached(
         raise RuntimeError(f"{function}: this {type(first).__name__} holds {1 + len(others)} optimizers; give one.")
     is_new, run = attachment_of(first) is None, None
     if is_new and model is None:
-        raise RuntimeError(
-            f"{function}: this {type(first).__name__} is not offloaded. Give model=model, and policy=..., as to "
-            "offload_optimizer()."
-        )
+        raise RuntimeError(f"{function}: this {type(first).__name__} is not offloaded. Give model=model, and policy=.")
     if model is not None:
         with memory_is_replaced():
             offload_optimizer(optimizer, model=model, policy=policy, exist_ok=True)
