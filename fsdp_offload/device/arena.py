@@ -9,13 +9,15 @@ A tensor over a region keeps the region alive: it is unregistered and unmapped w
 """
 
 import ctypes
+import errno
+import functools
 import itertools
 import logging
 import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -35,6 +37,9 @@ BREAK_BYTES = 256 << 20
 """Distance between the breaks of a region, which let its memory be prepared in parallel pieces."""
 
 _TOUCH_CHUNK_BYTES = 32 << 20
+
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14."""
 
 
 def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
@@ -114,7 +119,8 @@ class Region:
         locked: dict[int, int] = {}
         mapping.before_unmap = partial(_unregister, locked, device)
         if not is_short:
-            _touch_and_lock(pieces, partial(_register, device) if self.pinned else None, locked, writes=file is None)
+            touch = _clear if file is None else partial(_populate, file, address)
+            _touch_and_lock(pieces, touch, partial(_register, device) if self.pinned else None, locked)
         if failed := {code for code in locked.values() if code}:
             raise RuntimeError(
                 f"cudaHostRegister refused to page-lock {nbytes} bytes of host memory (CUDA error {sorted(failed)}). "
@@ -142,22 +148,41 @@ class Region:
         return flat.as_strided(shape, stride)
 
 
+def _clear(address: int, nbytes: int) -> None:
+    ctypes.memset(address, 0, nbytes)
+
+
+def _populate(file: int, begin: int, address: int, nbytes: int) -> None:
+    """Map pages of a ``file`` in memory, which is mapped from ``begin`` on, with what they hold; make missing ones.
+
+    Now, and not by a SIGBUS in an update. Raises an OSError where there is no room.
+    """
+    if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
+        if (code := ctypes.get_errno()) != errno.EINVAL:
+            raise OSError(errno.ENOSPC if code == errno.EFAULT else code, "madvise(MADV_POPULATE_WRITE)")
+        os.posix_fallocate(file, address - begin, nbytes)  # an older kernel: one thread at a time
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _touch_and_lock(
     pieces: Sequence[tuple[int, int]],
+    touch: Callable[[int, int], None],
     lock: Callable[[int, int], int] | None,
     errors: dict[int, int],
-    *,
-    writes: bool = True,
 ) -> None:
-    """Write each page of ``pieces`` (address, bytes) once, then lock the piece; fill ``errors`` with codes by address.
+    """Touch each page of ``pieces`` (address, bytes), then lock the piece; fill ``errors`` with codes by address.
 
-    Without ``writes``, pages exist already, and keep what they hold. Neither ``memset`` nor the driver needs the
-    interpreter lock, so the threads really run at once.
+    Neither ``memset`` nor system calls need the interpreter lock, so the threads really run at once.
     """
 
-    def lock_when_touched(address: int, nbytes: int, touches: Sequence[Future[int]]) -> None:
+    def lock_when_touched(address: int, nbytes: int, touches: Sequence[Future[None]]) -> None:
         # Cannot deadlock: the pool starts tasks in order, so these touches run or have run.
-        wait(touches)
+        for one in touches:
+            one.result()
         if lock is not None:
             errors[address] = lock(address, nbytes)
 
@@ -165,8 +190,8 @@ def _touch_and_lock(
     with ThreadPoolExecutor(max_workers=_usable_cores()) as pool:
         for address, nbytes in pieces:
             touches = [
-                pool.submit(ctypes.memset, address + start, 0, min(_TOUCH_CHUNK_BYTES, nbytes - start))
-                for start in range(0, nbytes if writes else 0, _TOUCH_CHUNK_BYTES)
+                pool.submit(touch, address + start, min(_TOUCH_CHUNK_BYTES, nbytes - start))
+                for start in range(0, nbytes, _TOUCH_CHUNK_BYTES)
             ]
             if nbytes:
                 locks.append(pool.submit(lock_when_touched, address, nbytes, touches))

@@ -158,13 +158,13 @@ class RankFolder:
 
         Raises:
             FileNotFoundError: it does not make it, and there is none.
-            MemoryError: there is no room for it.
+            MemoryError: the block has found no room for it.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if makes else 0)
         descriptor = os.open(self.path / name, flags, 0o600)
         try:
             if makes:
-                os.posix_fallocate(descriptor, 0, nbytes)  # now, and not by a SIGBUS in an update
+                os.ftruncate(descriptor, nbytes)  # its pages are made by many threads, where it is mapped
             yield descriptor
         except OSError as error:
             if error.errno != errno.ENOSPC:

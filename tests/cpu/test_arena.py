@@ -1,11 +1,13 @@
 """Host memory of exactly the size asked for, that goes with its last user and is not inherited by forked children."""
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
 import re
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ CPU = torch.device("cpu")
 needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 
 
-def take(nbytes: int) -> Region:
-    return Region(nbytes, device=CPU, pin=False)
+def take(nbytes: int, **options: Any) -> Region:
+    return Region(nbytes, device=CPU, pin=False, **options)
 
 
 def mapping_of(address: int) -> dict[str, str] | None:
@@ -149,7 +151,7 @@ def pieces(*sizes: int, margin: int = 0) -> tuple[bytearray, list[tuple[int, int
 def test_every_byte_is_touched_and_none_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_TOUCH_CHUNK_BYTES", 8192)
     content, places = pieces(5 * 8192 + 100, 8192, 1, 0, 8191, margin=64)
-    arena._touch_and_lock(places, None, {})
+    arena._touch_and_lock(places, arena._clear, None, {})
     assert content == b"\xff" * 64 + b"\0" * (len(content) - 128) + b"\xff" * 64
 
 
@@ -157,8 +159,33 @@ def test_a_piece_is_locked_once_all_of_it_is_touched(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(arena, "_TOUCH_CHUNK_BYTES", 8192)
     _content, places = pieces(5 * 8192 + 100, 8192, 300)
     errors: dict[int, int] = {}
-    arena._touch_and_lock(places, lambda address, nbytes: int(any(ctypes.string_at(address, nbytes))), errors)
+    are_set = lambda address, nbytes: int(any(ctypes.string_at(address, nbytes)))  # noqa: E731
+    arena._touch_and_lock(places, arena._clear, are_set, errors)
     assert errors == dict.fromkeys(dict(places), 0)
+
+
+@pytest.mark.parametrize("advice", [arena._MADV_POPULATE_WRITE, 9999])
+def test_a_file_has_all_its_pages_and_keeps_what_they_hold(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    """Also on a kernel that does not know the advice."""
+    monkeypatch.setattr(arena, "_TOUCH_CHUNK_BYTES", 8192)
+    monkeypatch.setattr(arena, "_MADV_POPULATE_WRITE", advice)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.write(b"\xff" * 100)
+        file.truncate(5 * 8192 + 4096)
+        region = take(5 * 8192 + 4096, breaks=[8192], file=file.fileno())
+        assert os.fstat(file.fileno()).st_blocks * 512 >= region.nbytes
+        assert region.bytes[:100].eq(255).all()
+        assert not region.bytes[100:].any()
+
+
+def test_a_page_for_which_there_is_no_room_is_an_error() -> None:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(8192)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping := mmap.mmap(file.fileno(), 8192)))
+        file.truncate(4096)  # a write behind that would be a SIGBUS, as in a full file system
+        with pytest.raises(OSError, match="MADV_POPULATE_WRITE") as raised:
+            arena._populate(file.fileno(), address, address, len(mapping))
+        assert raised.value.errno == errno.ENOSPC
 
 
 @needs_smaps

@@ -1,11 +1,9 @@
 """Recoverable optimizers: what is refused, what a leftover is taken for, and what ends a commit."""
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,13 +125,13 @@ def test_a_recovery_takes_no_memory_but_the_files(
 ) -> None:
     """Where a second process fits beside two sets of homes, but not a third set."""
     kept = committed(mesh, memory, **MODES[mode])
-    taken, touch = [0], arena._touch_and_lock
+    taken, clear = [0], arena._clear
 
-    def counted(pieces: Any, *rest: Any, writes: bool = True) -> None:
-        taken[0] += writes * sum(nbytes for _, nbytes in pieces)
-        touch(pieces, *rest, writes=writes)
+    def counted(address: int, nbytes: int) -> None:
+        taken[0] += nbytes
+        clear(address, nbytes)
 
-    monkeypatch.setattr(arena, "_touch_and_lock", counted)
+    monkeypatch.setattr(arena, "_clear", counted)
     other, policy = Script(mesh, attach=False), OffloadPolicy(host_limit_bytes=1, **MODES[mode])
     run = recover(other.optimizer, memory, model=other.model, policy=policy)
     assert taken == [0]
@@ -478,8 +476,7 @@ def test_memory_that_does_not_suffice_leaves_the_optimizer_as_it_was(
     for taken in range(3):
         full = iter([None] * taken + [OSError(28, "No space left on device")])
         with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", partial(raised, full))
-            patch.setattr(folders.RankFolder, "file", sized(folders.RankFolder.file))
+            patch.setattr(arena, "_populate", partial(raised, full))
             with pytest.raises(MemoryError, match="no room for"):
                 recoverable(script.optimizer, memory)
         plain.step(taken)
@@ -494,18 +491,6 @@ def test_memory_that_does_not_suffice_leaves_the_optimizer_as_it_was(
 def raised(errors: Iterator[OSError | None], *_: object) -> None:
     if (error := next(errors)) is not None:
         raise error
-
-
-def sized(file: Any) -> Any:
-    """Make files as long as they are to be, where ``posix_fallocate`` does nothing."""
-
-    @contextmanager
-    def opened(self: Any, name: str, nbytes: int, *, makes: bool) -> Iterator[int]:
-        with file(self, name, nbytes, makes=makes) as descriptor:
-            os.ftruncate(descriptor, nbytes)
-            yield descriptor
-
-    return opened
 
 
 def write_unseen(script: Script) -> None:
