@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def record_of(tree: Record, core: Core) -> Record:
     numels: defaultdict[_Memory, int] = defaultdict(int)
     known: dict[int, _Small] = {}
     for at, one in enumerate(found):
-        if not isinstance(one, Tensor):
+        if type(one) is not Tensor:  # a DTensor is pickled as it is
             continue
         if id(one) not in known:
             memory = (one.device.type == device.type, one.dtype)
@@ -102,16 +103,16 @@ def record_of(tree: Record, core: Core) -> Record:
             store.run(copy, reads=tensors, writes=[home])
         else:
             copy()
-    return {
-        "tree": pickle.dumps(tree_unflatten(found, spec)),
-        "small": homes,
-    }  # few objects: torch.save is slow with many
+    with store.running():
+        pickled = pickle.dumps(tree_unflatten(found, spec))  # few objects: torch.save is slow with many
+    return {"tree": pickled, "small": homes}
 
 
 def tree_of(record: Record, device: torch.device) -> Record:
     """Return the tree that :func:`record_of` was given, with new tensors where they were, on ``device`` or the host."""
     homes: dict[_Memory, Tensor] = record["small"]
 
+    @cache  # what were one tensor, such as the learning rate of two groups, are one again
     def tensor(one: _Small) -> Tensor:
         values = homes[one.memory][one.begin :][: one.shape.numel()].view(one.shape)
         return values.to(device if one.memory[0] else "cpu", copy=True)

@@ -62,6 +62,7 @@ class Recoverable:
     Attributes:
         commits: number of the last commit, counted over all processes that have trained in the folder.
         extra: what that commit was given, in a process that has recovered it; else ``None``.
+        is_left: it was closed, and what was committed is kept: no step may write the homes any more.
     """
 
     stores_kept = True
@@ -77,6 +78,7 @@ class Recoverable:
         self._before = 0  # number of the newest commit when the last step began
         self._watches = False  # from a commit until the next step begins
         self._has_reduced = False  # in this process, so that all ranks are here
+        self.is_left = False
         known = {*params_of(optimizer), *engine.weights.parts}
         theirs = {} if self._model is None else parameters_of(self._model() or nn.Module())
         self._theirs = {param: (name, version_of(param)) for param, name in theirs.items() if param not in known}
@@ -208,14 +210,18 @@ class Recoverable:
         core.cache.flush()
         self._store_parameters(core, which)
         model = None if self._model is None else self._model()
-        buffers = {} if model is None else {name: one.clone() for name, one in _saved_buffers(model)}
+        buffers, copied = {}, dict[int, Tensor]()
+        for name, one in () if model is None else _saved_buffers(model):
+            buffers[name] = copied[id(one)] = copied[id(one)] if id(one) in copied else one.clone()
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
         plan, state = engine.plan, list[dict[str, Any]]()
         for param, shard in plan.shards.items():
             entry, its = states.get(param), shard.homes
-            state.append({name: AT_HOME if value is its.get(name) else value for name, value in entry.items()})
+            state.append({name: AT_HOME if value is its.get(name, AT_HOME) else value for name, value in entry.items()})
         homes_of = {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
-        record = record_of({"groups": groups, "state": state, "buffers": buffers} | homes_of, core)
+        others = {key: value for key, value in dict[Any, Any].items(optimizer.state) if not isinstance(key, Tensor)}
+        tree = {"groups": groups, "state": state, "others": others, "buffers": buffers}
+        record = record_of(tree | homes_of, core)
         made = Commit(self.commits + 1, which, homes, self._versions(homes), self._before, self._give_up, record)
         engine.lending.lend(made, homes)
         made.written = self._writer.submit(self._write, made, core.lanes.store.mark())
@@ -226,7 +232,7 @@ class Recoverable:
         record = tree_of(self.folder.read(number), engine.device)
         self.move(engine, optimizer, copies=False)
         engine.failure = f"the recovery from {self.folder.path} did not come to its end"
-        states, buffers = states_of(optimizer).unwaited, dict(_saved_buffers(model))
+        states = states_of(optimizer).unwaited
         for one, which in zip(list(engine.plan.housed()), record["homes"], strict=True):
             if which != one.which:
                 one.move(states.get)
@@ -238,14 +244,18 @@ class Recoverable:
                     states.of(param).clear()
                     its = {name: shard.homes[name] for name, value in entry.items() if isinstance(value, AtHome)}
                     states.of(param).update(entry | its)
+            dict.update(optimizer.state, record["others"])
+            placed: dict[int, Tensor] = {}
             for group, its in zip(optimizer.param_groups, record["groups"], strict=True):
-                group.update(its)
+                for name, value in its.items():
+                    _put(group, name, value, placed)
             for param in self._on_device:
                 local = local_shard(param)
                 saved = self._of_device(param, record["device"]).view(param.dtype)
                 local.copy_(saved.view(local.shape))
-            for name, value in record["buffers"].items():
-                buffers[name].copy_(value)
+            for name in dict(_saved_buffers(model)) | record["buffers"]:
+                prefix, _, last = name.rpartition(".")
+                _put(model.get_submodule(prefix)._buffers, last, record["buffers"].get(name), placed)
         for param, shard in engine.plan.shards.items():
             shard.existed = bool(states.get(param))
         engine.note_made(states)
@@ -286,6 +296,11 @@ class Recoverable:
 
     def before_reduction(self) -> None:
         """Wait for the last commit: a reduced gradient tells the other ranks that this rank has it."""
+        if self.is_left:
+            raise RuntimeError(
+                "close(deletes=False) has left the homes to a recovery, and an update would write them. Call "
+                "remove_offload(optimizer), or recover(), before training goes on."
+            )
         self._wait_written()
         if self._watches and self._newest is not None and self._newest.seen != self._versions(self._newest.homes):
             raise RuntimeError(
@@ -333,7 +348,7 @@ class Recoverable:
         if engine is None or optimizer is None or attachment is None or attachment.engine is not engine:
             raise RuntimeError(f"{what}: its optimizer is not offloaded any more. Call recoverable() again.")
         arenas = [one for one in engine.plan.all_arenas if one.regions[0].nbytes]
-        if self not in engine.contents.listeners or arenas != self.arenas:
+        if self.is_left or self not in engine.contents.listeners or arenas != self.arenas:
             raise RuntimeError(
                 f"{what}: close() was called, or the optimizer has got state for other parameters or options since. "
                 "Call close(), and recoverable() again."
@@ -343,13 +358,16 @@ class Recoverable:
     def close(self, *, deletes: bool = True) -> None:
         """Stop, and delete what was committed (``deletes``). Homes stay where they are, in files without a name.
 
-        Call it when all ranks have made their last commit. Files in memory take memory until they are deleted.
+        Call it when all ranks have made their last commit. Files in memory take memory until they are deleted. Without
+        ``deletes``, the next backward raises.
         """
         self._wait_written(forgives=True)
         if self._newest is not None:
             self._newest.is_over = True
         if (engine := self._engine()) is not None and self in engine.contents.listeners:
-            engine.contents.listeners.remove(self)
+            self.is_left = not deletes
+            if deletes:
+                engine.contents.listeners.remove(self)
         self._leave.detach()
         self.folder.leave(deletes=deletes)
 
@@ -357,6 +375,24 @@ class Recoverable:
 def _item_homes(engine: Engine) -> list[ArenaHome[Any]]:
     state = [home_of(bucket) for bucket in engine.plan.buckets]
     return [*state, *(item.home for item in engine.weights.items.values() if isinstance(item.home, ArenaHome))]
+
+
+def _put(there: dict[str, Any], name: str, value: Any, placed: dict[int, Tensor]) -> None:
+    """Make ``there[name]`` the ``value``, in the tensor that is there, which a loop may hold, if it has that form.
+
+    ``placed``: tensors by id of their values: of one value only one tensor is made, and none is written for two.
+    """
+    mine: Any = there.get(name)
+    if isinstance(value, Tensor) and id(value) not in placed:
+        is_free = isinstance(mine, Tensor) and all(mine is not one for one in placed.values())
+        placed[id(value)] = value
+        if is_free:
+            old, new = local_shard(mine), local_shard(value)
+            forms = [(one.shape, one.dtype, one.device) for one in (old, new)]
+            if forms[0] == forms[1] and 0 not in old.stride():  # an expanded one cannot be written
+                old.copy_(new)
+                placed[id(value)] = mine
+    there[name] = placed.get(id(value), value)
 
 
 def _rank() -> int:
@@ -499,16 +535,22 @@ def _attached(
     is_new, run = attachment_of(first) is None, None
     if is_new and model is None:
         raise RuntimeError(f"{function}: this {type(first).__name__} is not offloaded. Give model=model, and policy=.")
-    if model is not None:
+    if model is not None or policy is not None:
         with memory_is_replaced():
             offload_optimizer(optimizer, model=model, policy=policy, exist_ok=True)
     attachment = attached(first)
+    listeners = attachment.engine.contents.listeners
+    if running := [one for one in listeners if isinstance(one, Recoverable) and not one.is_left]:
+        raise RuntimeError(
+            f"{function}: this {type(first).__name__} commits to {running[0].folder.path} already. Call close() of "
+            "that run first; if that is lost, remove_offload(optimizer)."
+        )
     try:
         known = _check(first, attachment, function)
         run = Recoverable(first, attachment, RankFolder(Path(folder) / f"rank-{_rank():05d}"))
         run.folder.hold(world_size())
         yield run, attachment.engine, first, known
-        attachment.engine.contents.listeners.append(run)
+        listeners[:] = [*(one for one in listeners if not isinstance(one, Recoverable)), run]
     except BaseException:
         if run is not None:
             run.close(deletes=False)

@@ -219,6 +219,107 @@ def test_homes_are_in_two_files_and_nowhere_else(mesh: DeviceMesh, memory: Path,
     assert "GB in" in caplog.text
 
 
+def with_rates(mesh: DeviceMesh) -> tuple[Script, Tensor]:
+    """A script whose two groups have one tensor as their learning rate, which the loop holds."""
+    script, rate = Script(mesh, attach=False), torch.tensor(0.1)
+    params = list(script.model.parameters())
+    script.optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr=rate, foreach=False)
+    return script, rate
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_recovery_writes_tensors_that_a_loop_holds_and_those_of_two_groups_stay_one(
+    mesh: DeviceMesh, memory: Path, apart: bool
+) -> None:
+    script, rate = with_rates(mesh)
+    run = recoverable(script.optimizer, memory, model=script.model)
+    script.step(0)
+    rate.fill_(0.2)
+    if apart:
+        script.optimizer.param_groups[1]["lr"] = torch.tensor(0.3)
+    first, second, *_ = (script.optimizer.state[param] for param in script.model.parameters())
+    second["step"] = first["step"]
+    run.commit()
+    let_go(run)
+    other, rate = with_rates(mesh)
+    run = recover(other.optimizer, memory, model=other.model)
+    rates = [group["lr"] for group in other.optimizer.param_groups]
+    assert torch.equal(torch.stack(rates), torch.tensor([0.2, 0.3 if apart else 0.2]))
+    assert [one is rate for one in rates] == [True, not apart]
+    first, second, *_ = (other.optimizer.state[param] for param in other.model.parameters())
+    assert second["step"] is first["step"]
+    run.close()
+
+
+def test_buffers_that_were_exchanged_come_back_as_they_were(mesh: DeviceMesh, memory: Path) -> None:
+    def made() -> Script:
+        script = Script(mesh, attach=False)
+        for name, value in (("late", None), ("gone", torch.ones(3)), ("wide", torch.ones(1).expand(3))):
+            script.model.register_buffer(name, value)
+        script.model.register_buffer("count", torch.tensor(0))
+        script.model[0].register_buffer("same", script.model.scale)
+        return script
+
+    script = made()
+    run = recoverable(script.optimizer, memory, model=script.model)
+    script.step(0)
+    script.model.late, script.model.gone = torch.arange(2), None
+    script.model.count, script.model.wide = script.model.count + 0.5, torch.full((1,), 2.0).expand(3)
+    script.model.scale.add_(1)
+    run.commit()
+    let_go(run)
+    other = made()
+    scale = other.model.scale
+    recover(other.optimizer, memory, model=other.model).close()
+    names = [name for name, _ in script.model.named_buffers()]
+    assert names == [name for name, _ in other.model.named_buffers()]
+    for one, its in zip(script.model.buffers(), other.model.buffers(), strict=True):
+        assert one.dtype == its.dtype
+        assert torch.equal(one, its)
+    assert other.model.gone is None
+    assert other.model.scale is scale is other.model[0].same
+
+
+def test_entries_of_the_loop_in_the_state_are_committed(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    run = recoverable(script.optimizer, memory)
+    script.step(0)
+    first = next(script.model.parameters())
+    mean, flag = torch.full_like(first, 0.5).detach(), torch.tensor(True)
+    script.optimizer.state[first].update(mean=mean, flag=flag, nothing=None)
+    script.optimizer.state["seen"] = {"batches": torch.tensor([7])}  # type: ignore[index]
+    run.commit()
+    let_go(run)
+    other = Script(mesh)
+    recover(other.optimizer, memory).close()
+    entry = other.optimizer.state[next(other.model.parameters())]
+    assert torch.equal(entry["mean"].full_tensor(), mean.full_tensor())  # type: ignore[attr-defined]
+    assert entry["flag"].dtype == torch.bool
+    assert entry["nothing"] is None
+    assert other.optimizer.state["seen"]["batches"].item() == 7  # type: ignore[index]
+
+
+def test_an_optimizer_commits_to_one_folder_with_one_policy(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh)
+    with pytest.raises(RuntimeError, match="is offloaded already"):
+        recoverable(script.optimizer, memory, policy=OffloadPolicy(overlap="iteration"))
+    run = recoverable(script.optimizer, memory)
+    script.step(0)
+    run.commit(0)
+    with pytest.raises(RuntimeError, match=r"commits to .*rank-00000 already"):
+        recoverable(script.optimizer, memory.parent / "other")
+    script.step(1)
+    run.commit(1)
+    kept = script.values()
+    let_go(run)
+    with pytest.raises(RuntimeError, match="has left the homes to a recovery"):
+        script.step(2)
+    script.optimizer.zero_grad()
+    assert_recovered(mesh, memory, 1, kept)
+    remove_offload(script.optimizer)
+    script.step(2)
+
+
 # A leftover ----------------------------------------------------------------------------------------------------------
 
 
