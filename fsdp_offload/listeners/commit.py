@@ -4,6 +4,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -103,7 +104,7 @@ def record_of(tree: Record, core: Core) -> Record:
             store.run(copy, reads=tensors, writes=[home])
         else:
             copy()
-    with store.running():
+    with store.running() if any(isinstance(one, Tensor) for one in found) else nullcontext():
         pickled = pickle.dumps(tree_unflatten(found, spec))  # few objects: torch.save is slow with many
     return {"tree": pickled, "small": homes}
 

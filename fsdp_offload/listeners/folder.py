@@ -158,6 +158,7 @@ class RankFolder:
 
         Raises:
             FileNotFoundError: it does not make it, and there is none.
+            ValueError: the one that is there is of another size.
             MemoryError: the block has found no room for it.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if makes else 0)
@@ -165,6 +166,10 @@ class RankFolder:
         try:
             if makes:
                 os.ftruncate(descriptor, nbytes)  # its pages are made by many threads, where it is mapped
+            elif (there_bytes := os.fstat(descriptor).st_size) != nbytes:
+                raise ValueError(
+                    f"{self.path / name} has {there_bytes} bytes, not {nbytes}: it is not what was written."
+                )
             yield descriptor
         except OSError as error:
             if error.errno != errno.ENOSPC:

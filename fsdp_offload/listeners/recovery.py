@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ..api.attach import offload_optimizer, remove_offload
 from ..api.wrapped import Attachment, attached, attachment_of, optimizers_in
@@ -114,7 +115,8 @@ class Recoverable:
             arena.move_to(taken, states.get, copies=copies)
             for home in _item_homes(engine):
                 home.follow(anew=True)  # the old memory is free then
-            engine.failure = ""
+            if copies:  # else other values are there
+                engine.failure = ""
             arena.take_spare(partial(region, f"homes-{number}-1"))
         if self._places.nbytes:
             both = (f"device-{number}" for number in range(2))
@@ -210,21 +212,24 @@ class Recoverable:
         core.cache.flush()
         self._store_parameters(core, which)
         model = None if self._model is None else self._model()
-        buffers, copied = {}, dict[int, Tensor]()
-        for name, one in () if model is None else _saved_buffers(model):
-            buffers[name] = copied[id(one)] = copied[id(one)] if id(one) in copied else one.clone()
+        buffers = {} if model is None else dict(_saved_buffers(model))
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
+        others = {key: value for key, value in dict[Any, Any].items(optimizer.state) if not isinstance(key, Tensor)}
+        copies: dict[int, Tensor] = {}  # in the order of the loop, which may write these before the next reduction
+        tree = tree_map_only(
+            Tensor,
+            lambda one: copies.setdefault(id(one), one.detach().clone()),
+            {"groups": groups, "others": others, "buffers": buffers},
+        )
         plan, state = engine.plan, list[dict[str, Any]]()
         for param, shard in plan.shards.items():
             entry, its = states.get(param), shard.homes
             state.append({name: AT_HOME if value is its.get(name, AT_HOME) else value for name, value in entry.items()})
         homes_of = {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
-        others = {key: value for key, value in dict[Any, Any].items(optimizer.state) if not isinstance(key, Tensor)}
-        tree = {"groups": groups, "state": state, "others": others, "buffers": buffers}
-        record = record_of(tree | homes_of, core)
+        record = record_of(tree | {"state": state} | homes_of, core)
         made = Commit(self.commits + 1, which, homes, self._versions(homes), self._before, self._give_up, record)
         engine.lending.lend(made, homes)
-        made.written = self._writer.submit(self._write, made, core.lanes.store.mark())
+        made.written = self._writer.submit(self._write, made, core.lanes.store.mark(), copies)
         self._pending, self.commits, self._watches = made, made.number, True
 
     def go_on(self, number: int, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
@@ -267,8 +272,9 @@ class Recoverable:
         self._watches = True
         engine.failure = ""
 
-    def _write(self, made: Commit, stored: Mark) -> None:
+    def _write(self, made: Commit, stored: Mark, copies: dict[int, Tensor]) -> None:
         stored.synchronize()  # R2, on the host
+        copies.clear()  # not before: their memory is of another stream than the store that reads them
         # The device has reduced gradients of this step, so that all ranks have the commit before it. The host did not
         # know that when it issued the step, which may have been long before.
         self.folder.prune(lambda number: number >= made.before)

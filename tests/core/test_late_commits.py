@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_offload import OffloadPolicy
+from fsdp_offload.api.wrapped import attached
 from fsdp_offload.listeners import newest_commit, recover, recoverable, recovery
 from tests.conformance.oracle import ALWAYS, NEVER, different
 from tests.core.late import late
@@ -76,11 +78,13 @@ def check(mesh: DeviceMesh, seed: int, folder: Path) -> int:
     clips, every, steps, in_backward = rng.random() < 0.4, rng.choice([1, 1, 2]), rng.randint(3, 8), rng.random() < 0.5
     with late(seed) as lanes:
         loop = Committing(mesh, policy, clips=clips)
+        note = loop.optimizer.param_groups[0]["note"] = torch.zeros(())
         run = recoverable(loop.optimizer, folder)
         for step in range(steps):
             loop.train(1, first=step)
             if (step + 1) % every == 0:
                 run.commit(step)
+                note.add_(1)  # as a loop writes the learning rate before the next backward
         if in_backward:
             loop.backward(steps)
         for _ in range(rng.choice([0, 10, 200])):  # the device is ahead of where the host waits for it
@@ -92,12 +96,35 @@ def check(mesh: DeviceMesh, seed: int, folder: Path) -> int:
     other = Committing(mesh, policy, clips=clips)
     found = recover(other.optimizer, folder)
     assert isinstance(found.extra, int)
+    assert other.optimizer.param_groups[0].pop("note").item() == number - 1
     plain = Committing(mesh, None, clips=clips).train(found.extra + 1)
     problems = different(other.values(), plain.values())
     assert not problems, f"seed {seed}: {policy}, commit {number}, step {found.extra}: {problems}"
     assert found.extra >= steps - (1 if in_backward else 2) * every
     found.close()
     return number
+
+
+@pytest.mark.filterwarnings("ignore:offload_optimizer. ")
+def test_copies_live_until_the_store_that_reads_them_has_run(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "ThreadPoolExecutor", LateWriter)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        loop = Committing(mesh, OffloadPolicy(), clips=False)
+        loop.model.register_buffer("more", torch.ones(3))
+        run = recoverable(loop.optimizer, Path(memory) / "run")
+        loop.train(1)
+        store, read = attached(loop.optimizer).engine.core.lanes.store, list[StorageWeakRef]()
+        plainly = store.run
+
+        def seen(function: Callable[[], None], reads: Any = (), writes: Any = ()) -> None:
+            read.extend(StorageWeakRef(one.untyped_storage()) for one in reads)
+            plainly(function, reads, writes)
+
+        monkeypatch.setattr(store, "run", seen)
+        run.commit()
+        assert read
+        assert not any(one.expired() for one in read)
+        run.close()
 
 
 @pytest.mark.filterwarnings("ignore:offload_optimizer. ")

@@ -374,11 +374,18 @@ def test_only_a_commit_of_all_ranks_counts(mesh: DeviceMesh, memory: Path) -> No
     assert newest_commit(memory) is None
 
 
-def test_a_file_that_is_gone_is_not_made_anew(mesh: DeviceMesh, memory: Path) -> None:
+def test_a_file_that_is_gone_or_cut_is_not_made_anew(mesh: DeviceMesh, memory: Path) -> None:
     committed(mesh, memory)
-    (memory / "rank-00000" / "device-1").unlink()
-    with pytest.raises(FileNotFoundError):
+    os.truncate(memory / "rank-00000" / "homes-0-0", 100)
+    with pytest.raises(ValueError, match="homes-0-0 has 100 bytes, not"):
         recover(Script(mesh).optimizer, memory)
+    committed(mesh, memory.parent / "other", **MODES["parameters"])
+    (memory.parent / "other" / "rank-00000" / "homes-1-1").unlink()
+    script = Script(mesh, **MODES["parameters"])
+    with pytest.raises(FileNotFoundError):
+        recover(script.optimizer, memory.parent / "other")
+    with pytest.raises(RuntimeError, match=r"moving its homes .* did not come to its end"):
+        script.step(0)  # weights and state are partly those of the commit
 
 
 def test_two_runs_do_not_share_a_folder(mesh: DeviceMesh, memory: Path) -> None:

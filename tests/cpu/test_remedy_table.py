@@ -1112,6 +1112,9 @@ ELSEWHERE = {
         "were written between recover() and the backward",
         "this  holds  optimizers; give one.",
         "is not offloaded. Give model=model, and policy",
+        "already. Call close() of that run first",
+        "has left the homes to a recovery",
+        "it is not what was written",
     ),
     "tests/cpu/test_weights_from_homes.py": (
         "was called for within a loop",
