@@ -173,8 +173,8 @@ class Recoverable:
 
         Raises:
             RuntimeError: the backward has updated and ``step()`` was not called; an exception has left weights half
-                updated; parameters are asleep; the optimizer is not offloaded any more, or has got other homes; another
-                thread than the training's calls it.
+                updated; parameters are asleep; the model is gone; the optimizer is not offloaded any more, or has got
+                other homes; another thread than the training's calls it.
         """
         engine, optimizer, core = self._still("commit()")
         if core.is_foreign:
@@ -182,6 +182,10 @@ class Recoverable:
         engine.check_whole("commit()")
         if core.updates is not None:
             raise RuntimeError("commit() between a backward and step(): call it behind step().")
+        if (model := None if self._model is None else self._model()) is None:
+            raise RuntimeError(
+                "commit(): the model that was given is gone, with its buffers. Give the one that is kept."
+            )
         if not self._has_reduced:
             # Another rank may still have a commit of this number, of the process before.
             raise RuntimeError("commit() before the first step: there is nothing to go on from.")
@@ -211,15 +215,13 @@ class Recoverable:
                 self.folder.prune(lambda number: number == self._before and not has_begun)
         core.cache.flush()
         self._store_parameters(core, which)
-        model = None if self._model is None else self._model()
-        buffers = {} if model is None else dict(_saved_buffers(model))
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
         others = {key: value for key, value in dict[Any, Any].items(optimizer.state) if not isinstance(key, Tensor)}
         copies: dict[int, Tensor] = {}  # in the order of the loop, which may write these before the next reduction
         tree = tree_map_only(
             Tensor,
             lambda one: copies.setdefault(id(one), one.detach().clone()),
-            {"groups": groups, "others": others, "buffers": buffers},
+            {"groups": groups, "others": others, "buffers": dict(_saved_buffers(model))},
         )
         plan, state = engine.plan, list[dict[str, Any]]()
         for param, shard in plan.shards.items():

@@ -1,5 +1,6 @@
 """Recoverable optimizers: what is refused, what a leftover is taken for, and what ends a commit."""
 
+import gc
 import json
 import shutil
 import tempfile
@@ -493,6 +494,20 @@ def test_a_commit_at_a_wrong_time_is_refused(mesh: DeviceMesh, memory: Path) -> 
     with pytest.raises(RuntimeError, match=r"close\(\) was called"):
         run.commit()
     assert_recovered(mesh, memory, "after all", kept, overlap="iteration")
+
+
+def test_a_commit_without_its_model_is_refused(mesh: DeviceMesh, memory: Path) -> None:
+    script = Script(mesh, attach=False)
+    wrapper = nn.Sequential(script.model)
+    run = recoverable(script.optimizer, memory, model=wrapper)
+    script.step(0)
+    run.commit()
+    del wrapper
+    gc.collect()
+    script.step(1)
+    with pytest.raises(RuntimeError, match="the model that was given is gone"):
+        run.commit()
+    run.close()
 
 
 def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMesh, memory: Path) -> None:
