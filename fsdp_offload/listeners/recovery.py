@@ -307,7 +307,7 @@ class Recoverable:
         if self.is_left:
             raise RuntimeError(
                 "close(deletes=False) has left the homes to a recovery, and an update would write them. Call "
-                "remove_offload(optimizer), or recover(), before training goes on."
+                "remove_offload(optimizer), or recover(), before the next backward."
             )
         self._wait_written()
         if self._watches and self._newest is not None and self._newest.seen != self._versions(self._newest.homes):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
