@@ -1,14 +1,21 @@
 """The script of a user whom a message tells what to do."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import offload_optimizer
+
+
+def integration(name: str) -> Any:
+    pytest.importorskip(name)
+    return importlib.import_module(f"fsdp_offload.integrations.{name}")
 
 
 class Script:

@@ -4,7 +4,6 @@ A message with a line to write is obeyed to the letter: the line is executed, wi
 """
 
 import copy
-import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from fsdp_offload.integrations.plain_values import metrics_of, metrics_of_each, 
 from fsdp_offload.plan import Model, Plan, Training, candidates, machine_of, plan
 from fsdp_offload.plan import model_of as model_of_plan
 from tests.fused_adam_reference import FusedAdam
-from tests.remedies import Script
+from tests.remedies import Script, integration
 
 pytestmark = [
     pytest.mark.usefixtures("mesh"),
@@ -795,11 +794,6 @@ CHOICES: dict[str, Callable[[Script, dict[str, Any]], object]] = {
     "log_metrics": lambda _, choice: integration("lightning").OffloadCallback(**choice),
     "offload_metrics": lambda _, choice: integration("transformers").OffloadTrainer(None, **choice),
 }
-
-
-def integration(name: str) -> Any:
-    pytest.importorskip(name)
-    return importlib.import_module(f"fsdp_offload.integrations.{name}")
 
 
 @pytest.mark.parametrize("name", CHOICES)

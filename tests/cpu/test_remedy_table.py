@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed import tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 import fsdp_offload
-from fsdp_offload import OffloadPolicy, add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload
+from fsdp_offload import add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.listeners import weight_deltas, weights
-from tests.remedies import Script
+from tests.remedies import Script, integration
 
 IGNORED = (
     "offload_optimizer. The parameters are on the CPU",
@@ -79,17 +78,6 @@ def a_captured_step(_: Path) -> Any:
     return script
 
 
-@remedy("Call remove_offload() on that one first")
-def two_with_the_same(_: Path) -> Any:
-    script = Script(attach=True)
-    other = SGD(script.model.parameters())
-    attach = functools.partial(offload_optimizer, other, model=script.model, policy=OffloadPolicy(overlap="iteration"))
-    yield attach
-    remove_offload(script.optimizer)
-    script.optimizer = attach()
-    return script
-
-
 @remedy("Train with one of them: call remove_offload() on the other")
 def two_that_step(_: Path) -> Any:
     script = Script()
@@ -103,20 +91,6 @@ def two_that_step(_: Path) -> Any:
     remove_offload(script.optimizer)
     script.optimizer = offload_optimizer(other, model=script.model)
     return script
-
-
-@remedy(
-    "Attach afterwards: call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model)"
-)
-def attached_before_sharding(_: Path) -> Any:
-    script = Script(shard=False)
-    script.attach()
-    fully_shard(script.model)
-    yield script.train
-    script = Script(shard=False)
-    fully_shard(script.model)
-    script.optimizer = SGD(script.model.parameters())
-    return script.attach()
 
 
 def megatron(script: Script, **flags: Any) -> Any:
@@ -150,24 +124,6 @@ def twice(params: Any) -> Optimizer:
         return SGD([*(listed := list(params)), listed[0]])
 
 
-@remedy("List each parameter once")
-def listed_twice(_: Path) -> Any:
-    script = Script(twice)
-    yield script.attach
-    params = script.optimizer.param_groups[0]["params"]
-    params[:] = dict.fromkeys(params)
-    return script.attach()
-
-
-@remedy("Keep it in an attribute of the optimizer")
-def state_of_no_parameter(_: Path) -> Any:
-    script = Script(SGD)
-    script.optimizer.state["seen"] = 4
-    yield script.attach
-    script.optimizer.seen = script.optimizer.state.pop("seen")
-    return script.attach()
-
-
 @remedy("Leave out model= and overlap=; to load while gradients are reduced, wrap Megatron's hook by reload_before()")
 def masters_of_a_framework(_: Path) -> Any:
     script = Script(shard=False)
@@ -184,18 +140,6 @@ def masters_of_a_framework(_: Path) -> Any:
     return None
 
 
-@remedy("After a forward without a backward, call model.reshard() before that")
-def an_optimizer_behind_a_forward(_: Path) -> Any:
-    script = Script(shard=False)
-    fully_shard(script.model)
-    with torch.no_grad():
-        script.model(torch.ones(1, 7))
-    yield lambda: offload_optimizer(SGD(script.model.parameters()), model=script.model)
-    script.model.reshard()
-    script.optimizer = offload_optimizer(SGD(script.model.parameters()), model=script.model)
-    return script
-
-
 @remedy(
     "Materialize the model (to_empty; for OffloadPolicy(parameters=True), materialize_on_host) before the optimizer"
 )
@@ -208,36 +152,6 @@ def on_meta(_: Path) -> Any:
         module.reset_parameters()
     script.optimizer = SGD(script.model.parameters())
     return script.attach()
-
-
-@remedy("Shard without offload_policy: fully_shard(module)")
-def under_cpu_offload_policy(_: Path) -> Any:
-    script = Script(shard=False)
-    fully_shard(script.model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    yield lambda: offload_optimizer(SGD(script.model.parameters()), model=script.model)
-    script = Script()
-    return script.attach(parameters=True)
-
-
-@remedy("Call reload_model(model) first")
-def attached_asleep(_: Path) -> Any:
-    script = Script()
-    fsdp_offload.offload_model(script.model)
-    attach = functools.partial(offload_optimizer, script.optimizer, model=script.model, policy={"parameters": True})
-    yield attach
-    fsdp_offload.reload_model(script.model)
-    attach()
-    return script
-
-
-@remedy("Shard it, then build the optimizer, then attach")
-def parameters_without_shards(_: Path) -> Any:
-    script = Script(shard=False)
-    attach = functools.partial(offload_optimizer, model=script.model, policy={"parameters": True})
-    yield lambda: attach(script.optimizer)
-    fully_shard(script.model)
-    script.optimizer = attach(SGD(script.model.parameters()))
-    return script
 
 
 class Whole(Optimizer):
@@ -255,37 +169,6 @@ class Whole(Optimizer):
 
 
 # Warnings at attach ---------------------------------------------------------------------------------------------------
-
-
-@remedy("Apply fully_shard to each block, then to the model")
-def one_group(_: Path) -> Any:
-    script = Script(shard=False)
-    fully_shard(script.model)
-    attach = functools.partial(offload_optimizer, policy={"overlap": "forward"})
-    yield lambda: attach(SGD(script.model.parameters()), model=script.model)
-    script = Script()
-    attach(script.optimizer, model=script.model)
-    return script
-
-
-@remedy("has no effect: no state fits into it. Give more, or 0")
-def few_spare_bytes(_: Path) -> Any:
-    script = Script()
-    yield lambda: script.attach(snapshot_bytes=3)
-    for policy in ({"snapshot_bytes": "1MiB"}, {"snapshot_bytes": 0}):
-        script = Script()
-        offload_optimizer(script.optimizer, model=script.model, policy=policy)
-    return script
-
-
-@remedy("as that share of the state. Give more, smaller bucket_bytes, or 0")
-def a_small_share(_: Path) -> Any:
-    script = Script()
-    yield lambda: script.attach(host_fraction=1e-5)
-    for policy in ({"host_fraction": 0.9}, {"host_fraction": 0}):
-        script = Script()
-        offload_optimizer(script.optimizer, model=script.model, policy=policy)
-    return script
 
 
 @remedy("NOTHING IS OFFLOADED. Attach to the one that steps: call fully_shard(model), build the optimizer, then")
@@ -309,17 +192,6 @@ def in_bf16(make: Any = torch.optim.AdamW, dtype: torch.dtype = torch.bfloat16, 
     return script
 
 
-@remedy("Ask for that kind, or build another optimizer")
-def masters_of_another_kind(_: Path) -> Any:
-    script = in_bf16()
-    add_masters(script.optimizer, "fp32")
-    yield lambda: add_masters(script.optimizer, "remainder")
-    add_masters(script.optimizer, "fp32")
-    script.optimizer = torch.optim.AdamW(script.model.parameters())
-    add_masters(script.optimizer, "remainder")
-    return script.attach()
-
-
 @remedy("After training has begun, call remove_offload(optimizer) before these lines")
 def masters_after_attaching(_: Path) -> Any:
     script = in_bf16()
@@ -332,16 +204,6 @@ def masters_after_attaching(_: Path) -> Any:
     for line in str(error.value).splitlines()[1:-1]:
         exec(line.strip(), {**vars(fsdp_offload), **vars(script)})
     return script
-
-
-@remedy("Shard an fp32 model with MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead")
-def masters_of_no_elementwise(_: Path) -> Any:
-    script = in_bf16(Whole)
-    yield lambda: add_masters(script.optimizer)
-    script = Script(Whole, shard=False)
-    fully_shard(script.model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    script.optimizer = Whole(script.model.parameters())
-    return script.attach()
 
 
 # The optimizer --------------------------------------------------------------------------------------------------------
@@ -359,20 +221,6 @@ def copies(_: Path) -> Any:
     remove_offload(script.optimizer)
     copy.deepcopy(script.optimizer)
     return script.attach()
-
-
-@remedy("this step makes new state. Call it after the load")
-def a_load_that_is_not_set(path: Path) -> Any:
-    script = saved_script(path)
-    template = get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
-    ours.load({"o": template}, checkpoint_id=path)
-    script.backward()
-    yield script.optimizer.step
-    script = saved_script(path)
-    template = get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
-    ours.load({"o": template}, checkpoint_id=path)
-    set_optimizer_state_dict(script.model, script.optimizer, template)
-    return script
 
 
 @remedy("After a load (of the model as well), go on with zero_grad() and another backward")
@@ -412,8 +260,10 @@ def saved_script(path: Path, make: Any = torch.optim.AdamW, **options: Any) -> S
     return Script(make, attach=True, **options)
 
 
-def resumed(script: Script, path: Path) -> Script:
-    ours.load(state := {"o": template_of(script)}, checkpoint_id=path)
+def resumed(
+    script: Script, path: Path, load: Callable[..., object] = ours.load, beside: Any = (), **options: Any
+) -> Script:
+    load(state := {"o": template_of(script), **dict(beside)}, checkpoint_id=path, **options)
     set_optimizer_state_dict(script.model, script.optimizer, state["o"])
     return script
 
@@ -456,25 +306,6 @@ def staged_and_never_written(path: Path) -> Any:
     return script
 
 
-@remedy("is a term of a sum. Redistribute it to Shard or Replicate")
-def chunks_of_a_sum(_: Path) -> Any:
-    script = Script(attach=True)
-    mesh = next(script.model.parameters()).device_mesh
-    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    yield lambda: ours.chunks_of(partial)
-    assert ours.chunks_of(partial.redistribute(placements=[Replicate()])).chunks
-    return script
-
-
-@remedy("as DTensor.from_local makes it")
-def chunks_without_a_mesh(_: Path) -> Any:
-    script = Script(attach=True)
-    mesh = next(script.model.parameters()).device_mesh
-    yield lambda: ours.with_chunks(torch.ones(4))
-    ours.with_chunks(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
-    return script
-
-
 @remedy("optimizer.load_state_dict(), or replace them by the names of the optimizer's parameters, in their order")
 def numbers_for_names(_: Path) -> Any:
     script = Script(attach=True)
@@ -493,25 +324,6 @@ def numbers_for_names(_: Path) -> Any:
     return script
 
 
-@remedy("Write with_parameter_chunks(model, state_dict)")
-def chunks_the_other_way_round(_: Path) -> Any:
-    script = Script(attach=True)
-    state_dict = script.model.state_dict()
-    yield lambda: ours.with_parameter_chunks(state_dict, script.model)  # type: ignore[arg-type]
-    assert ours.with_parameter_chunks(script.model, state_dict).keys() == state_dict.keys()
-    return script
-
-
-@remedy("dcp.load takes any other")
-def another_planner(path: Path) -> Any:
-    script = saved_script(path)
-    state = {"o": template_of(script)}
-    yield lambda: ours.load(state, checkpoint_id=path, planner=DefaultLoadPlanner())  # type: ignore[arg-type]
-    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner())
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
-
-
 @remedy("Write dcp.save(state_dict, checkpoint_id=path, planner=SavePlanner())")
 def saved_by_a_load_planner(path: Path) -> Any:
     script = Script(attach=True)
@@ -524,16 +336,6 @@ def saved_by_a_load_planner(path: Path) -> Any:
 
     yield save
     dcp.save(state_dict, checkpoint_id=path, planner=ours.SavePlanner())
-    return script
-
-
-@remedy("Write dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())")
-def loaded_by_a_save_planner(path: Path) -> Any:
-    script = saved_script(path)
-    state = {"o": template_of(script)}
-    yield lambda: dcp.load(state, checkpoint_id=path, planner=ours.SavePlanner())
-    dcp.load(state, checkpoint_id=path, planner=ours.LoadPlanner())
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
     return script
 
 
@@ -571,48 +373,6 @@ def saved_by_number(path: Path) -> Any:
     return resumed
 
 
-@remedy("expected a bool or a sequence of patterns such as ['model.head.*']")
-def a_pattern_alone(path: Path) -> Any:
-    script = saved_script(path)
-    yield lambda: ours.LoadPlanner(allow_missing="more.*")
-    state = {"o": template_of(script), "more": {"a": 1}}
-    ours.load(state, checkpoint_id=path, planner=ours.LoadPlanner(allow_missing=["more.*"]))
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
-    return script
-
-
-@remedy("or leave them there: planner=LoadPlanner(allow_extra=[patterns])")
-def a_part_of_a_model(path: Path) -> Any:
-    script = Script(attach=True)
-    dcp.save({"m": {"body": torch.ones(3), "head": torch.ones(2)}}, checkpoint_id=path)
-    state = {"m": {"body": torch.zeros(3)}}
-    yield lambda: ours.load(state, checkpoint_id=path)
-    ours.load(state, checkpoint_id=path, planner=ours.LoadPlanner(allow_extra=["m.head"]))
-    assert state["m"]["body"].eq(1).all()
-    return script
-
-
-@remedy("Put a value of that kind into the state dict")
-def of_another_kind(path: Path) -> Any:
-    script = Script(attach=True)
-    dcp.save({"seen": torch.tensor(5)}, checkpoint_id=path)
-    yield lambda: ours.load({"seen": 0}, checkpoint_id=path)
-    ours.load(state := {"seen": torch.tensor(0)}, checkpoint_id=path)
-    assert state["seen"] == 5
-    return script
-
-
-@remedy("Cast them on purpose with allow_cast=[patterns]")
-def of_another_dtype(path: Path) -> Any:
-    script = Script(attach=True)
-    dcp.save({"m": {"w": torch.ones(3)}}, checkpoint_id=path)
-    state = {"m": {"w": torch.zeros(3, dtype=torch.bfloat16)}}
-    yield lambda: ours.load(state, checkpoint_id=path)
-    ours.load(state, checkpoint_id=path, planner=ours.LoadPlanner(allow_cast=["m.*"]))
-    assert state["m"]["w"].eq(1).all()
-    return script
-
-
 @remedy("Was it copied in part? Copy it again")
 def copied_in_part(path: Path) -> Any:
     script = saved_script(path)
@@ -622,13 +382,6 @@ def copied_in_part(path: Path) -> Any:
     yield lambda: ours.load({"o": template_of(script)}, checkpoint_id=path)
     file.write_bytes(content)
     return resumed(script, path)
-
-
-@remedy("there is no .metadata. Give the folder that dcp.save() was given")
-def the_parent_of_a_checkpoint(path: Path) -> Any:
-    script = saved_script(path / "step-2")
-    yield lambda: ours.load({"o": template_of(script)}, checkpoint_id=path)
-    return resumed(script, path / "step-2")
 
 
 @remedy("Leave out enable_consolidation, or save with FileSystemWriter")
@@ -645,60 +398,7 @@ def consolidated(path: Path) -> Any:
     return script
 
 
-@remedy("Save what get_optimizer_state_dict() gives without for_load")
-def a_template_is_saved(path: Path) -> Any:
-    script = Script(attach=True)
-    yield lambda: ours.save({"o": template_of(script)}, checkpoint_id=path)
-    ours.save({"o": get_optimizer_state_dict(script.model, script.optimizer)}, checkpoint_id=path)
-    return script
-
-
 # State dicts ----------------------------------------------------------------------------------------------------------
-
-
-@remedy("leave out cpu_offload with for_load=True")
-def copies_to_load_into(_: Path) -> Any:
-    script = Script(attach=True)
-    get = functools.partial(get_optimizer_state_dict, script.model, script.optimizer, for_load=True)
-    yield lambda: get(cpu_offload=True)
-    assert get()["state"]
-    script.optimizer.load_state_dict(script.optimizer.state_dict())
-    return script
-
-
-def other_parameters(lacks: bool) -> tuple[Script, dict[str, Any]]:
-    script = Script(attach=True)
-    script.train()
-    state = get_optimizer_state_dict(script.model, script.optimizer, flatten_optimizer_state_dict=True)
-    if lacks:
-        return script, {key: value for key, value in state.items() if "2.weight" not in key}
-    return script, state | {"param_groups.head.weight.lr": 0.1}
-
-
-@remedy("Is it of another model? strict=False ignores them")
-def of_more_parameters(_: Path) -> Any:
-    script, state = other_parameters(lacks=False)
-    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, state)
-    set_optimizer_state_dict(script.model, script.optimizer, state, strict=False)
-    return script
-
-
-@remedy("strict=False leaves them as they are")
-def of_fewer_parameters(_: Path) -> Any:
-    script, state = other_parameters(lacks=True)
-    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, state)
-    set_optimizer_state_dict(script.model, script.optimizer, state, strict=False)
-    return script
-
-
-@remedy("Call get_optimizer_state_dict(for_load=True) again, load into that, and set it")
-def a_step_after_the_template(path: Path) -> Any:
-    script = saved_script(path)
-    template = template_of(script)
-    script.train(1)
-    ours.load({"o": template}, checkpoint_id=path)
-    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, template)
-    return resumed(script, path)
 
 
 @remedy("Load all of it, or take 0.bias out of the state dict")
@@ -738,28 +438,9 @@ def groups_that_mix(_: Path) -> Any:
 ACCELERATOR: Any = SimpleNamespace(prepare=lambda *objects: objects, clip_grad_norm_=lambda *_: None)
 
 
-@remedy("prepare() takes the policy by its name. Write model, optimizer =")
-def a_policy_by_place(_: Path) -> Any:
-    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
-    script, policy = Script(), {"overlap": "forward"}
-    yield lambda: prepare(ACCELERATOR, script.model, script.optimizer, policy)
-    prepare(ACCELERATOR, script.model, script.optimizer, policy=policy)
-    return script
-
-
-@remedy("for others there is accelerator.prepare()")
-def prepared_without_an_optimizer(_: Path) -> Any:
-    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
-    script = Script()
-    yield lambda: prepare(ACCELERATOR, script.model)
-    model, optimizer = prepare(ACCELERATOR, script.model, script.optimizer)
-    assert (model, optimizer) == (script.model, script.optimizer)
-    return script
-
-
 @remedy("Write model, optimizer = prepare(accelerator, model, AdamW(model.parameters())). Parameters of a loss go into")
 def prepared_with_anothers(_: Path) -> Any:
-    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
+    prepare = integration("accelerate").prepare
     accelerator: Any = SimpleNamespace(**vars(ACCELERATOR), is_fsdp2=True)
     script, other = Script(), Script()
     with pytest.raises(
@@ -776,7 +457,7 @@ def prepared_with_anothers(_: Path) -> Any:
 
 @remedy("As it is, nothing trains the model")
 def prepared_and_idle(_: Path) -> Any:
-    prepare = pytest.importorskip("fsdp_offload.integrations.accelerate").prepare
+    prepare = integration("accelerate").prepare
     script, other, loss = Script(), Script(), SGD([torch.nn.Parameter(torch.ones(2))])
     yield lambda: prepare(ACCELERATOR, script.model, other.optimizer)
     script, other = Script(), Script()
@@ -786,19 +467,9 @@ def prepared_and_idle(_: Path) -> Any:
     return script
 
 
-@remedy("clip_with: this AdamW is not offloaded; call offload_optimizer() first")
-def clipped_and_plain(_: Path) -> Any:
-    clip_with = pytest.importorskip("fsdp_offload.integrations.accelerate").clip_with
-    script = Script()
-    yield lambda: clip_with(ACCELERATOR, script.optimizer)
-    script.attach()
-    clip_with(copy.copy(ACCELERATOR), script.optimizer)
-    return script
-
-
 @remedy("Write optimizer = setup_optimizers(fabric, model, optimizer)")
 def set_up_without_a_fabric(_: Path) -> Any:
-    setup_optimizers = pytest.importorskip("fsdp_offload.integrations.lightning").setup_optimizers
+    setup_optimizers = integration("lightning").setup_optimizers
     script, strategy = Script(), SimpleNamespace(clip_gradients_norm=lambda *_: None)
     fabric: Any = SimpleNamespace(setup_optimizers=lambda *given: given[0], strategy=strategy)
     for given in ((fabric, script.optimizer), (script.model, script.optimizer)):
@@ -811,7 +482,7 @@ def set_up_without_a_fabric(_: Path) -> Any:
 
 @remedy("call offload_container(self, policy) at the end of that container's __init__")
 def a_container_of_a_users(_: Path) -> Any:
-    torchtitan = pytest.importorskip("fsdp_offload.integrations.torchtitan")
+    torchtitan = integration("torchtitan")
     theirs: Any = torchtitan.OptimizersContainer
 
     class Own(theirs):
@@ -829,27 +500,6 @@ def a_container_of_a_users(_: Path) -> Any:
 
 
 # Listeners ------------------------------------------------------------------------------------------------------------
-
-
-@remedy("names and dtypes are those of the model, and it is not known. Call offload_optimizer(optimizer, model=model)")
-def deltas_without_a_model(_: Path) -> Any:
-    script = Script()
-    offload_optimizer(script.optimizer)
-    yield lambda: weight_deltas(script.optimizer)
-    remove_offload(script.optimizer)
-    offload_optimizer(script.optimizer, model=script.model)
-    assert list(weight_deltas(script.optimizer)) == []
-    return script
-
-
-@remedy("the CPU updates a part of the weights. Use OffloadPolicy(host_fraction=0)")
-def deltas_of_the_cpu(_: Path) -> Any:
-    script = Script(attach=False).attach(host_fraction=1.0)
-    yield lambda: weight_deltas(script.optimizer)
-    remove_offload(script.optimizer)
-    script.attach(host_fraction=0)
-    assert list(weight_deltas(script.optimizer)) == []
-    return script
 
 
 @remedy("Call weight_deltas(optimizer) again behind offload_optimizer(), and send all weights once")
@@ -874,16 +524,6 @@ def weights_of_another_offload(_: Path) -> Any:
     return script
 
 
-@remedy("Give OffloadPolicy(parameters=True) to offload_optimizer(optimizer, model=model)")
-def weights_without_homes(_: Path) -> Any:
-    script = Script(attach=True)
-    yield lambda: weights(script.model)
-    remove_offload(script.optimizer)
-    script.attach(parameters=True)
-    assert len({name: tensor.to_local().clone() for name, tensor in weights(script.model)}) == 3  # type: ignore[attr-defined]
-    return script
-
-
 @remedy("Loop behind the step() of the last one; if it makes none this time, call its zero_grad() first")
 def weights_between_two_steps(_: Path) -> Any:
     script = Script(lambda params: torch.optim.AdamW([*params][:1])).attach(parameters=True)
@@ -900,10 +540,10 @@ def weights_between_two_steps(_: Path) -> Any:
 # In short: a script, what is refused of it, and what is done as it is said --------------------------------------------
 
 
-def built(script: Script, make: Callable[..., Optimizer]) -> Script:
+def built(script: Script, make: Callable[..., Optimizer], **policy: Any) -> Script:
     """Attach another optimizer of its model."""
-    script.optimizer = make(script.model.parameters())
-    return script.attach()
+    script.optimizer = offload_optimizer(make(script.model.parameters()), model=script.model, policy=policy)
+    return script
 
 
 def mastered(script: Script, *kind: Any) -> Script:
@@ -911,9 +551,9 @@ def mastered(script: Script, *kind: Any) -> Script:
     return script.attach()
 
 
-def sharded_behind() -> Script:
+def sharded_behind(**options: Any) -> Script:
     script = Script(shard=False)
-    fully_shard(script.model)
+    fully_shard(script.model, **options)
     return script
 
 
@@ -933,12 +573,72 @@ def get(script: Script, **options: Any) -> dict[str, Any]:
     return get_optimizer_state_dict(script.model, script.optimizer, **options)
 
 
-def set_state(script: Script, state_dict: Any) -> None:
-    set_optimizer_state_dict(script.model, script.optimizer, state_dict)
+def set_state(script: Script, state_dict: Any, **options: Any) -> None:
+    set_optimizer_state_dict(script.model, script.optimizer, state_dict, **options)
+
+
+def of_more(script: Script) -> dict[str, Any]:
+    return {**get(script, flatten_optimizer_state_dict=True), "param_groups.head.weight.lr": 0.1}
+
+
+def of_fewer(script: Script) -> dict[str, Any]:
+    state = get(script, flatten_optimizer_state_dict=True)
+    return {key: value for key, value in state.items() if "2.weight" not in key}
+
+
+def beside(path: Path, saved: dict[str, Any]) -> Script:
+    """A script, and a checkpoint of something else."""
+    dcp.save(saved, checkpoint_id=path)
+    return Script(attach=True)
+
+
+def into(state: dict[str, Any], path: Path, **allowed: Any) -> dict[str, Any]:
+    ours.load(state, checkpoint_id=path, planner=ours.LoadPlanner(**allowed))
+    return state
+
+
+def over_mesh(script: Script, placement: tensor.Placement) -> tensor.DTensor:
+    return tensor.DTensor.from_local(torch.ones(4), next(script.model.parameters()).device_mesh, [placement])
+
+
+def same(found: object, expected: object) -> None:
+    assert found == expected
 
 
 FLAT, MEGATRON = "flatten_optimizer_state_dict", "fsdp_dtensor"
 IN_SHORT = """
+Attach afterwards: call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model)
+    Script(shard=False).attach() | fully_shard(s.model), s.train() | built(sharded_behind(), SGD)
+Call remove_offload() on that one first
+    Script(attach=True) | built(s, SGD, overlap="iteration")
+    | remove_offload(s.optimizer), built(s, SGD, overlap="iteration")
+List each parameter once
+    Script(twice) | s.attach() | s.optimizer.param_groups[0].update(params=[*s.model.parameters()]), s.attach()
+Keep it in an attribute of the optimizer
+    Script(SGD) | s.optimizer.state.update(seen=4), s.attach()
+    | setattr(s.optimizer, "seen", s.optimizer.state.pop("seen")), s.attach()
+After a forward without a backward, call model.reshard() before that
+    sharded_behind() | s.model(torch.ones(1, 7)), built(s, SGD) | s.model.reshard(), built(s, SGD)
+Shard without offload_policy: fully_shard(module)
+    sharded_behind(offload_policy=torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)) | built(s, SGD)
+    | Script().attach(parameters=True)
+Call reload_model(model) first
+    Script() | fsdp_offload.offload_model(s.model), s.attach(parameters=True)
+    | fsdp_offload.reload_model(s.model), s.attach(parameters=True)
+Shard it, then build the optimizer, then attach
+    Script(shard=False) | s.attach(parameters=True) | fully_shard(s.model), built(s, SGD, parameters=True)
+Apply fully_shard to each block, then to the model
+    sharded_behind() | built(s, SGD, overlap="forward") | Script().attach(overlap="forward")
+has no effect: no state fits into it. Give more, or 0
+    Script() | s.attach(snapshot_bytes=3) | Script().attach(snapshot_bytes="1MiB"), Script().attach(snapshot_bytes=0)
+as that share of the state. Give more, smaller bucket_bytes, or 0
+    Script() | s.attach(host_fraction=1e-5) | Script().attach(host_fraction=0.9), Script().attach(host_fraction=0)
+Ask for that kind, or build another optimizer
+    in_bf16() | add_masters(s.optimizer, "fp32"), add_masters(s.optimizer, "remainder")
+    | add_masters(s.optimizer, "fp32"), mastered(in_bf16(), "remainder")
+Shard an fp32 model with MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead
+    in_bf16(Whole) | add_masters(s.optimizer)
+    | built(sharded_behind(mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16)), Whole)
 exist_ok=True accepts the same again
     Script(attach=True) | s.attach() | offload_optimizer(s.optimizer, model=s.model, exist_ok=True)
 For another offload call remove_offload() first
@@ -1015,6 +715,68 @@ Are the keys those under which it was saved?
     saved_script(path) | set_state(s, template_of(s)) | resumed(s, path)
 A checkpoint is loaded into what get_optimizer_state_dict(for_load=True) returns
     saved_script(path) | set_state(s, get(s)) | resumed(s, path)
+this step makes new state. Call it after the load
+    saved_script(path) | (state := template_of(s)), ours.load({"o": state}, checkpoint_id=path), s.train(1)
+    | resumed(saved_script(path), path)
+Call get_optimizer_state_dict(for_load=True) again, load into that, and set it
+    saved_script(path) | (state := template_of(s)), s.train(1), into({"o": state}, path), set_state(s, state)
+    | resumed(s, path)
+leave out cpu_offload with for_load=True
+    Script(attach=True) | get(s, for_load=True, cpu_offload=True)
+    | same(len(template_of(s)["state"]), 3), s.optimizer.load_state_dict(s.optimizer.state_dict())
+Is it of another model? strict=False ignores them
+    trained_script()[0] | set_state(s, of_more(s)) | set_state(s, of_more(s), strict=False)
+strict=False leaves them as they are
+    trained_script()[0] | set_state(s, of_fewer(s)) | set_state(s, of_fewer(s), strict=False)
+is a term of a sum. Redistribute it to Shard or Replicate
+    Script(attach=True) | ours.chunks_of(over_mesh(s, tensor.Partial()))
+    | ours.chunks_of(over_mesh(s, tensor.Partial()).redistribute(placements=[tensor.Replicate()])).chunks[0]
+as DTensor.from_local makes it
+    Script(attach=True) | ours.with_chunks(torch.ones(4)) | ours.with_chunks(over_mesh(s, tensor.Replicate()))
+Write with_parameter_chunks(model, state_dict)
+    Script(attach=True) | ours.with_parameter_chunks(s.model.state_dict(), s.model)
+    | s.model.load_state_dict(ours.with_parameter_chunks(s.model, s.model.state_dict()))
+dcp.load takes any other
+    saved_script(path) | resumed(s, path, planner=dcp.DefaultLoadPlanner())
+    | resumed(s, path, dcp.load, planner=dcp.DefaultLoadPlanner())
+Write dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())
+    saved_script(path) | resumed(s, path, dcp.load, planner=ours.SavePlanner())
+    | resumed(s, path, dcp.load, planner=ours.LoadPlanner())
+expected a bool or a sequence of patterns such as ['model.head.*']
+    saved_script(path) | ours.LoadPlanner(allow_missing="more.*")
+    | resumed(s, path, beside={"more": {"a": 1}}, planner=ours.LoadPlanner(allow_missing=["more.*"]))
+there is no .metadata. Give the folder that dcp.save() was given
+    saved_script(path / "step-2") | resumed(s, path) | resumed(s, path / "step-2")
+Save what get_optimizer_state_dict() gives without for_load
+    Script(attach=True) | ours.save({"o": template_of(s)}, checkpoint_id=path)
+    | ours.save({"o": get(s)}, checkpoint_id=path)
+or leave them there: planner=LoadPlanner(allow_extra=[patterns])
+    beside(path, {"m": {"body": torch.ones(3), "head": torch.ones(2)}}) | into({"m": {"body": torch.zeros(3)}}, path)
+    | same(into({"m": {"body": torch.zeros(3)}}, path, allow_extra=["m.head"])["m"]["body"].tolist(), [1, 1, 1])
+Put a value of that kind into the state dict
+    beside(path, {"seen": torch.tensor(5)}) | into({"seen": 0}, path)
+    | same(into({"seen": torch.tensor(0)}, path)["seen"], 5)
+Cast them on purpose with allow_cast=[patterns]
+    beside(path, {"m": {"w": torch.ones(3)}}) | into({"m": {"w": torch.zeros(3).half()}}, path)
+    | same(into({"m": {"w": torch.zeros(3).half()}}, path, allow_cast=["m.*"])["m"]["w"].tolist(), [1, 1, 1])
+prepare() takes the policy by its name. Write model, optimizer =
+    Script() | integration("accelerate").prepare(ACCELERATOR, s.model, s.optimizer, {"overlap": "forward"})
+    | integration("accelerate").prepare(ACCELERATOR, s.model, s.optimizer, policy={"overlap": "forward"})
+for others there is accelerator.prepare()
+    Script() | integration("accelerate").prepare(ACCELERATOR, s.model)
+    | same(integration("accelerate").prepare(ACCELERATOR, s.model, s.optimizer), (s.model, s.optimizer))
+clip_with: this AdamW is not offloaded; call offload_optimizer() first
+    Script() | integration("accelerate").clip_with(ACCELERATOR, s.optimizer)
+    | s.attach(), integration("accelerate").clip_with(copy.copy(ACCELERATOR), s.optimizer)
+names and dtypes are those of the model, and it is not known. Call offload_optimizer(optimizer, model=model)
+    Script() | offload_optimizer(s.optimizer), weight_deltas(s.optimizer)
+    | remove_offload(s.optimizer), same([*weight_deltas(s.attach().optimizer)], [])
+the CPU updates a part of the weights. Use OffloadPolicy(host_fraction=0)
+    Script().attach(host_fraction=1.0) | weight_deltas(s.optimizer)
+    | remove_offload(s.optimizer), same([*weight_deltas(s.attach(host_fraction=0).optimizer)], [])
+Give OffloadPolicy(parameters=True) to offload_optimizer(optimizer, model=model)
+    Script(attach=True) | weights(s.model)
+    | remove_offload(s.optimizer), same(len([name for name, _ in weights(s.attach(parameters=True).model)]), 3)
 """
 """By the words: the last expression is the script that trains on, if it is one."""
 
@@ -1027,7 +789,8 @@ def in_short(row: str) -> Story:
         names["s"] = script = eval(made, names)
         yield lambda: eval(refused, names)
         done = eval(as_said, names)
-        return done if isinstance(done, Script) else script  # type: ignore[return-value]
+        last = done[-1] if isinstance(done, tuple) else done
+        return last if isinstance(last, Script) else script  # type: ignore[return-value]
 
     return story
 
