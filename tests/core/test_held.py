@@ -527,8 +527,7 @@ def test_a_reader_of_a_step_that_waits_for_it_gets_the_new_state(mesh: DeviceMes
     assert engine.speculation.made
     found: list[Tensor] = []
     reader = threading.Thread(
-        target=lambda: found.append(loop.optimizer.state[loop.params[0]]["exp_avg"].to_local().clone()),
-        daemon=True,
+        target=lambda: found.append(loop.optimizer.state[loop.params[0]]["exp_avg"].to_local().clone()), daemon=True
     )
     reader.start()
     for each in (plain, loop):

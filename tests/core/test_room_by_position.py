@@ -49,10 +49,7 @@ class Activations:
             result.register_hook(lambda _: self.count(-nbytes))
 
     def count(self, nbytes: int) -> None:
-        self.used, self.ever, self.operations = (
-            *(self.used + nbytes, self.ever + max(0, nbytes)),
-            self.operations + 1,
-        )
+        self.used, self.ever, self.operations = (*(self.used + nbytes, self.ever + max(0, nbytes)), self.operations + 1)
         self.events.append(nbytes)
         if nbytes > 0:
             self.beside.append((self.used, self.core.cache.nbytes))

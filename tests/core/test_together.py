@@ -11,14 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW
 
-from fsdp_offload import (
-    OffloadedOptimizer,
-    OffloadPolicy,
-    is_offloaded,
-    offload_model,
-    reload_model,
-    remove_offload,
-)
+from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_model, reload_model, remove_offload
 from fsdp_offload.engine.engine import engine_of
 from tests.overlapping import linear_blocks
 from tests.parity import Run, Zoo, attach, host_copy, make_pair

@@ -30,16 +30,7 @@ from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.distributed.launch import run_cases, spawn, this_device
 from tests.overlapping import Loop, Net, pair, same
-from tests.parity import (
-    Matrices,
-    Zoo,
-    local,
-    loss_of,
-    make_pair,
-    offloaded_names,
-    optimizer_differences,
-    train_step,
-)
+from tests.parity import Matrices, Zoo, local, loss_of, make_pair, offloaded_names, optimizer_differences, train_step
 
 
 class Own(Optimizer):

@@ -119,12 +119,7 @@ def begun_in(timeline: Timeline, lane: Lane) -> set[str]:
     ids=["step", "iteration"],
 )
 def test_a_real_trace_says_when_each_bucket_was_loaded_updated_and_stored(
-    fields: dict[str, Any],
-    phases: list[str],
-    loaded_in: set[str],
-    updated_in: set[str],
-    bench: Bench,
-    tmp_path: Path,
+    fields: dict[str, Any], phases: list[str], loaded_in: set[str], updated_in: set[str], bench: Bench, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.trace.json.gz"
     with bench.settled(with_share(**SIZES, **fields)) as (optimizer, clip):

@@ -14,16 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.parity import attach
-from tests.state_dicts import (
-    USED,
-    MakeOptimizer,
-    Run,
-    adamw,
-    assert_same,
-    assert_same_runs,
-    is_home,
-    sgd,
-)
+from tests.state_dicts import USED, MakeOptimizer, Run, adamw, assert_same, assert_same_runs, is_home, sgd
 
 
 def test_state_is_keyed_by_the_models_parameters() -> None:

@@ -65,9 +65,7 @@ def schedulefree_step(run: Run, step: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "kwargs",
-    [{"foreach": True}, {"foreach": False}, {"warmup_steps": 4, "weight_decay": 0.1, "r": 1.0}],
-    ids=str,
+    "kwargs", [{"foreach": True}, {"foreach": False}, {"warmup_steps": 4, "weight_decay": 0.1, "r": 1.0}], ids=str
 )
 @pytest.mark.parametrize("trusted", [False, True])
 def test_schedulefree(kwargs: dict[str, Any], trusted: bool) -> None:

@@ -134,10 +134,7 @@ def test_training_saving_and_resuming(tmp_path: Path, state_dict_type: str) -> N
         "overlapped from offloaded": {**kind, "load": offloaded, "policy": OVERLAPPED},
     }
     same_scripts(script, tmp_path, 2, later, like="plain", seen_since=SAVED_AT * SEEN_PER_STEP)
-    alone = {
-        "plain alone": {**kind, "load": plain},
-        "offloaded alone": {**kind, "load": plain, "policy": POLICY},
-    }
+    alone = {"plain alone": {**kind, "load": plain}, "offloaded alone": {**kind, "load": plain, "policy": POLICY}}
     same_scripts(script, tmp_path, 1, alone)  # another number of ranks
 
 

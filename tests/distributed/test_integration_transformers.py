@@ -164,11 +164,7 @@ OF_LORA = proves("TRL's SFTTrainer with LoRA", "peft", TRAINS, RESUMES)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param("trainer", marks=OF_TRAINER),
-        pytest.param("sft", marks=OF_SFT),
-        pytest.param("lora", marks=OF_LORA),
-    ],
+    [pytest.param("trainer", marks=OF_TRAINER), pytest.param("sft", marks=OF_SFT), pytest.param("lora", marks=OF_LORA)],
 )
 def test_training_and_resuming(tmp_path: Path, kind: str) -> None:
     for package in {"sft": ("trl",), "lora": ("trl", "peft")}.get(kind, ()):

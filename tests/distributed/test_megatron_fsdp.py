@@ -16,12 +16,7 @@ import torch
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
 from fsdp_offload import OffloadPolicy, offload_optimizer
-from fsdp_offload.checkpoint import (
-    Experts,
-    get_optimizer_state_dict,
-    save,
-    with_parameter_chunks,
-)
+from fsdp_offload.checkpoint import Experts, get_optimizer_state_dict, save, with_parameter_chunks
 from fsdp_offload.fsdp.dtensor import local_shard
 from tests.async_writers import read_checkpoint
 from tests.distributed.launch import mesh, run_cases, spawn

@@ -92,10 +92,7 @@ def run_resumes(rank: int, world_size: int, folder: Path, kind: str, sizes: dict
         assert same(resumed, again), saved
 
 
-LAYOUTS = {
-    "dense": {"fsdp_size": 2, "tp_size": 2},
-    "experts": {"fsdp_size": 4, "ep_size": 2},
-}
+LAYOUTS = {"dense": {"fsdp_size": 2, "tp_size": 2}, "experts": {"fsdp_size": 4, "ep_size": 2}}
 
 
 @proves("transformers' DistributedConfig", "transformers", TRAINS, RESUMES)

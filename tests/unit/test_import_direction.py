@@ -38,9 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"policy", "fsdp", "device", "core", "state", "optimizers", "cpu_update"},
     "api": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "model", "core", "engine"},
     "checkpoint": {"policy", "fsdp", "device", "state", "optimizers", "cpu_update", "engine", "api"},
-    "listeners": {
-        *("policy", "fsdp", "device", "core", "state", "optimizers", "model", "engine", "api", "checkpoint"),
-    },
+    "listeners": {*("policy", "fsdp", "device", "core", "state", "optimizers", "model", "engine", "api", "checkpoint")},
     "plan": {"lazy", "policy", "device", "core"},
     "integrations": {"policy", "state", "api", "checkpoint"},
 }

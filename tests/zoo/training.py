@@ -166,10 +166,7 @@ class Reference:
 
 
 def judge(
-    cls: type[Optimizer],
-    combinations: Iterable[Combination],
-    attach: Attach = offload_optimizer,
-    folder: Path = Path(),
+    cls: type[Optimizer], combinations: Iterable[Combination], attach: Attach = offload_optimizer, folder: Path = Path()
 ) -> Iterator[Any]:
     """Yields how ``cls`` can be trained, or why it cannot; then each combination, and what came of it.
 
