@@ -27,7 +27,7 @@ from tests.async_writers import Reading, read_checkpoint
 from tests.conformance.axes import Case
 from tests.conformance.oracle import ALWAYS, NEVER, compare
 from tests.conformance.oracle import Loop as Run
-from tests.conformance.programs import usual
+from tests.conformance.programs import two_forwards, usual
 from tests.overlapping import (
     EVERY_POLICY,
     POLICIES,
@@ -58,11 +58,6 @@ class Checkpointed(Net):
         for block in (*self.blocks, *(getattr(self, name) for name in self._behind)):
             x = checkpoint(block, x, use_reentrant=True)
         return self.head(x).float().logsumexp(-1).mean()
-
-
-def two_forwards(loop: Loop, step: int) -> None:
-    (loop.model(loop.batch(step)) + loop.model(loop.batch(step + 50))).backward()
-    loop.step()
 
 
 @pytest.mark.parametrize("behind", [("extra",), ("extra", "extra")], ids=["two forwards", "one that uses it twice"])

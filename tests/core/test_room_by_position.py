@@ -180,22 +180,16 @@ def test_an_evaluation_has_no_room(mesh: DeviceMesh) -> None:
     assert max(model.blocks_bytes) > pool.count * pool.nbytes
 
 
-def test_another_batch_finds_another_place(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize(("changed", "part"), [({"nbytes": ACTIVATIONS // 4}, 4), ({"optimizers": 2}, 2)], ids=str)
+def test_another_batch_finds_another_place_and_a_second_optimizer_has_half_of_it(
+    mesh: DeviceMesh, changed: dict[str, int], part: int
+) -> None:
     plain, loop, model = made(mesh, WAYS["a number"])
     assert same(plain.train(8), loop.train(8))
     before = list(model.core.curve.room_bytes)
-    model.nbytes = ACTIVATIONS // 4
+    vars(model).update(changed)
     assert same(plain.train(4, first=8), loop.train(4, first=8))
-    assert model.core.curve.room_bytes == [nbytes // 4 for nbytes in before]
-
-
-def test_a_second_optimizer_has_half_of_it(mesh: DeviceMesh) -> None:
-    plain, loop, model = made(mesh, WAYS["a number"])
-    assert same(plain.train(8), loop.train(8))
-    before = list(model.core.curve.room_bytes)
-    model.optimizers = 2
-    assert same(plain.train(4, first=8), loop.train(4, first=8))
-    assert model.core.curve.room_bytes == [nbytes // 2 for nbytes in before]
+    assert model.core.curve.room_bytes == [nbytes // part for nbytes in before]
 
 
 def test_a_loop_that_is_never_the_same_has_none(mesh: DeviceMesh) -> None:

@@ -1,16 +1,14 @@
 """Attaching at any time, removing, attaching again; and what users change by hand in between."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
 from fsdp_offload.engine.engine import Engine
-from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, make_pair, train_step
+from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, make_pair
 from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -83,28 +81,6 @@ def test_hyperparameters_changed_by_hand(make: Make, entries: dict[str, Any]) ->
         change(**old)(run)
     pair.train(5)
     pair.assert_trained()
-
-
-def replace_counter(run: Run) -> None:
-    for state in run.optimizer.state.values():
-        state["step"] = torch.tensor(100.0)
-
-
-def exchange_mapping(run: Run) -> None:
-    """A plain dict in place of optimizer.state, as some libraries do."""
-    kept: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-    kept.update({param: dict(state) for param, state in run.optimizer.state.items()})
-    run.optimizer.state = kept
-
-
-@pytest.mark.parametrize("action", [replace_counter, lambda run: run.optimizer.state.clear(), exchange_mapping])
-def test_state_changed_by_the_user(action: Callable[[Run], None]) -> None:
-    pair = make_pair(Zoo, KINDS["adamw"])
-    pair.train(3)
-    pair.each(action)
-    for step in range(3, 8):
-        pair.each(lambda run, step=step: train_step(run, step))
-        pair.assert_same()
 
 
 def test_an_interrupt_in_the_middle_of_attaching_leaves_a_plain_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.optim import pinned_implementations
 from tests.async_writers import TIMEOUT_S, HeldWriter
 from tests.conformance.conftest import spoil_what_the_window_drops  # noqa: F401  # for every test here
+from tests.conformance.programs import write_parameters
 from tests.overlapping import (
     EVERY_POLICY,
     POLICIES,
@@ -41,21 +42,6 @@ from tests.overlapping import (
 )
 from tests.parity import fail_in_bucket, same_value
 from tests.tiers import spread
-
-
-def write_parameters(loop: Loop, step: int) -> None:
-    loop.backward(step)
-    loop.step()
-    synchronize(loop.optimizer)
-    with torch.no_grad():
-        for param in loop.model.parameters():
-            if step % 3 == 0:
-                param.mul_(0.99)
-            elif step % 3 == 1:
-                param.copy_(param.detach() * 1.01)
-            else:
-                torch._foreach_add_([param], 0.001)
-
 
 # Optimizers ------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import checkpoint_tools
@@ -28,7 +27,7 @@ from fsdp_offload.integrations.plain_values import metrics_of, metrics_of_each, 
 from fsdp_offload.plan import Model, Plan, Training, candidates, machine_of, plan
 from fsdp_offload.plan import model_of as model_of_plan
 from tests.fused_adam_reference import FusedAdam
-from tests.remedies import Script, integration
+from tests.remedies import Script, Whole, integration
 
 pytestmark = [
     pytest.mark.usefixtures("mesh"),
@@ -114,14 +113,6 @@ def attached_policy(script: Script) -> OffloadPolicy:
     return engine.policy
 
 
-def test_an_overlap_in_the_place_of_a_trainers_policy() -> None:
-    pytest.importorskip("transformers")
-    from fsdp_offload.integrations.transformers import OffloadTrainer
-
-    with pytest.raises(TypeError, match=r"got str\. Write OffloadPolicy\(overlap='forward'\)"):
-        OffloadTrainer(None, offload_policy="forward")
-
-
 def test_prepare_without_its_accelerator() -> None:
     pytest.importorskip("accelerate")
     from fsdp_offload.integrations.accelerate import prepare
@@ -173,25 +164,11 @@ def test_sizes_are_read_as_they_are_written(text: str, monkeypatch: pytest.Monke
     script.train()
 
 
-@pytest.mark.parametrize("name", ["snapshot_bytes", "host_limit_bytes"])
-def test_sizes_without_auto_say_so(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"{name} must be an integer number .* or '8GB', got"):
-        OffloadPolicy(**{name: "auto"})
-
-
 def test_a_size_is_an_option_of_torchtitan() -> None:
     tyro = pytest.importorskip("tyro")
     for text, expected in (*SIZES.items(), ("auto", "auto"), ("4096", 4096)):
         assert tyro.cli(OffloadPolicy, args=["--device_bytes", text]).device_bytes == expected
     assert tyro.cli(OffloadPolicy, args=["--host_limit_bytes", "None"]).host_limit_bytes is None
-
-
-def test_a_step_takes_one_closure() -> None:
-    script = Script(torch.optim.NAdam, attach=True)
-    script.backward()
-    with pytest.raises(TypeError, match=r"NAdam\.step\(\) takes a closure or nothing, got 2 arguments"):
-        script.optimizer.step(None, 4)
-    script.train()
 
 
 def test_state_that_does_not_fit_is_deleted_with_the_rest_of_its_parameter() -> None:
@@ -475,29 +452,15 @@ def test_a_whole_class_without_state_gets_it_from_torchs_getter(tmp_path: Path) 
 # Remedies that reach where they are needed ----------------------------------------------------------------------------
 
 
-class Halved(Optimizer):
-    """A class of a user's: steps by half of the gradient, and counts in its state."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.5})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                self.state[param].setdefault("sum", torch.zeros_like(param)).add_(param.grad)
-                param.sub_(self.state[param]["sum"], alpha=self.param_groups[0]["lr"])
-
-
 def test_trust_is_a_field_that_integrations_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(Halved)
+    script = Script(Whole)
     with pytest.warns(UserWarning, match=r"moves as a whole.*OffloadPolicy\(trust_separable=True\) moves it in pieces"):
         offload(script.optimizer, script.model, None)
-    plain = Script(Halved)
+    plain = Script(Whole)
     plain.train(3)
     for given in ({"trust_separable": True, "overlap": "forward"}, None):
         monkeypatch.setenv("FSDP_OFFLOAD_TRUST_SEPARABLE", "1" if given is None else "")
-        script = Script(Halved)
+        script = Script(Whole)
         offload(script.optimizer, script.model, given)
         script.train(3)
         assert not any("as a whole" in note for note in script.optimizer.offload_report().notes)
@@ -526,8 +489,16 @@ def test_megatrons_fraction_is_a_share_that_works(fraction: float | None, share:
 
 DICT = {"state": {}, "param_groups": [{"params": ["0.weight"]}]}
 RULES = checkpoint_tools.preset("hf-gate-up")
+AUTO = "{} must be an integer number .* or '8GB', got"
 WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "a step of a number": (r"AdamW\.step\(\) takes a closure or nothing, got 3", lambda s: s.optimizer.step(3)),
+    "a step of two": (r"AdamW\.step\(\) takes a closure or nothing, got 2 arg", lambda s: s.optimizer.step(None, 4)),
+    "auto for snapshots": (AUTO.format("snapshot_bytes"), lambda _: OffloadPolicy(snapshot_bytes="auto")),  # type: ignore[arg-type]
+    "auto for a limit": (AUTO.format("host_limit_bytes"), lambda _: OffloadPolicy(host_limit_bytes="auto")),  # type: ignore[arg-type]
+    "an overlap for a trainer's policy": (
+        r"got str\. Write OffloadPolicy\(overlap='forward'\)",
+        lambda _: integration("transformers").OffloadTrainer(None, offload_policy="forward"),
+    ),
     "no largest norm": ("max_norm must be a number, got None", lambda s: clip(s.optimizer, None)),
     "a norm below zero": (r"0 or more, got -1\. To clip nothing, leave", lambda s: clip(s.optimizer, -1)),
     "no prefix": (r"must be text, got NoneType\. Write metrics_of\(", lambda s: metrics_of(s.optimizer, None)),  # type: ignore[arg-type]
@@ -698,6 +669,11 @@ def test_a_wrong_use_is_told_what_was_given_and_what_is_wanted(
 MEANT: dict[str, tuple[str, Callable[[Any], object]]] = {
     "a field": (r"Did you mean device_bytes\? Write OffloadPolicy\(", lambda _: OffloadPolicy(device_byte=1)),  # type: ignore[call-arg]
     "a field by place": (r"too many .* Write OffloadPolicy\(", lambda _: OffloadPolicy("forward")),  # type: ignore[misc]
+    "a dict's field": (
+        r"OffloadPolicy has no paramters\. Did you mean parameters\? It has parameters, ",
+        lambda s: s.attach(paramters=1),
+    ),
+    "a dict's unknown field": (r"OffloadPolicy has no xyz\. It has parameters, ", lambda s: s.attach(xyz=True)),
     "a keyword": (r"OffloadPolicy\(device_bytes=1\)\)", lambda s: offload_optimizer(s.optimizer, device_byte=1)),
     "the policy": (r"model=model, policy=\{\}\)", lambda s: offload_optimizer(s.optimizer, offload_policy={})),
     "exist_ok": (r"model=model, exist_ok=True\)", lambda s: offload_optimizer(s.optimizer, exists_ok=True)),

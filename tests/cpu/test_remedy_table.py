@@ -24,7 +24,7 @@ from fsdp_offload import add_masters, is_offloaded, offload_optimizer, offload_r
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.listeners import weight_deltas, weights
-from tests.remedies import Script, integration
+from tests.remedies import Script, Whole, integration  # noqa: F401  # of a class, in rows
 
 IGNORED = (
     "offload_optimizer. The parameters are on the CPU",
@@ -152,20 +152,6 @@ def on_meta(_: Path) -> Any:
         module.reset_parameters()
     script.optimizer = SGD(script.model.parameters())
     return script.attach()
-
-
-class Whole(Optimizer):
-    """Computes with the sum of all gradients."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
-        for param in params:
-            self.state[param].setdefault("seen", torch.zeros_like(param)).add_(param.grad)
-            param.sub_(self.state[param]["seen"], alpha=0.01)
 
 
 # Warnings at attach ---------------------------------------------------------------------------------------------------
@@ -681,7 +667,7 @@ Leave it out, or call model.to(torch.bfloat16) before the optimizer is built
 build one of the class RMSprop and attach it
     Script(torch.optim.RMSprop, attach=True) | type(s.optimizer)(s.model.parameters())
     | remove_offload(s.optimizer), built(s, torch.optim.RMSprop)
-Call the closure yourself, then step() without it
+Call the closure yourself, then step() without it. Nothing has been changed
     Script(Whole).attach(trust_separable=True) | s.optimizer.step(s.backward) | s.backward(), s.optimizer.step()
 step() found no gradient in any parameter, and has never found one; nothing was updated or moved. If the model
     Script(attach=True) | s.optimizer.step() | s

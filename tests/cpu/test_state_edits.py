@@ -57,7 +57,24 @@ def load_permuted(run: Run) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(saved) if not run.is_offloaded else saved)
 
 
+def replace_counter(run: Run) -> None:
+    for state in run.optimizer.state.values():
+        state["step"] = torch.tensor(100.0)
+
+
+def exchange_mapping(run: Run) -> None:
+    """A plain dict in place of optimizer.state, as some libraries do."""
+    kept: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+    kept.update({param: dict(state) for param, state in run.optimizer.state.items()})
+    run.optimizer.state = kept
+
+
+def clear(run: Run) -> None:
+    run.optimizer.state.clear()
+
+
 EDITS = [swap_states, rotate_one_name, exchange_within_a_parameter, give_a_part_away, load_permuted]
+EDITS += [replace_counter, exchange_mapping, clear]
 
 
 @pytest.mark.parametrize("removed", [False, True])

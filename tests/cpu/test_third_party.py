@@ -132,12 +132,6 @@ def test_trust_in_what_is_known_to_be_otherwise_is_an_error(make: Any, message: 
         trusting(make)
 
 
-def test_a_closure_of_a_trusted_class_is_refused() -> None:
-    optimizer = attach(Tallying(Zoo().parameters()), trust_separable=True)
-    with pytest.raises(RuntimeError, match=r"Call the closure yourself.*Nothing has been changed"):
-        optimizer.step(lambda: 1.0)
-
-
 def test_what_shows_later_stops_before_the_next_bucket() -> None:
     """Trust that was misplaced; loading both model and optimizer makes it whole again."""
     pair = make_pair(Zoo, Tallying, policy=None)

@@ -44,17 +44,6 @@ def cpu_offload_policy(*, with_model: bool) -> Iterator[str]:
     yield from still_plain(optimizer, net)
 
 
-def optimizer_built_before_sharding() -> Iterator[str]:
-    net = Net().to(this_device())
-    optimizer = optim.AdamW(net.parameters())
-    models.shard_even(net)
-    yield from unless_refused(
-        lambda: attach(optimizer, model=net), ValueError, "not parameters of the model", "fully_shard"
-    )
-    if isinstance(optimizer, OffloadedOptimizer):
-        yield "the optimizer is offloaded nevertheless"
-
-
 UNSHARDED = ("None of the optimizer's parameters is a DTensor, and there are 2 ranks", "call fully_shard")
 
 
@@ -117,14 +106,6 @@ def shard_one_block(net: Net) -> None:
     fully_shard(net.blocks[1], mesh=mesh(dist.get_world_size()))
 
 
-def adafactor() -> Iterator[str]:
-    net = build(models.shard_even)
-    optimizer = optim.Adafactor(net.parameters())
-    yield from unless_refused(lambda: attach(optimizer, model=net), ValueError, "Adafactor", "sharded")
-    if isinstance(optimizer, OffloadedOptimizer):
-        yield "the optimizer is offloaded nevertheless"
-
-
 def replicated_gradient() -> Iterator[str]:
     """Somebody has gathered a gradient: its local part is not this shard's."""
     net = build(models.shard_even)
@@ -165,17 +146,8 @@ def state_of_another_sharding() -> Iterator[str]:
         yield "the refused load has changed the state"
 
 
-def meta_parameters() -> Iterator[str]:
-    with torch.device("meta"):
-        net = Net()
-    models.shard_even(net)
-    optimizer = optim.AdamW(net.parameters())
-    yield from unless_refused(lambda: attach(optimizer, model=net), ValueError, "meta device", "to_empty")
-
-
 CASES = {
     "CPUOffloadPolicy": partial(cpu_offload_policy, with_model=True),
-    "optimizer before fully_shard": optimizer_built_before_sharding,
     "attached before fully_shard": partial(sharded_after_attaching, models.shard_even),
     "attached before fully_shard of a part": partial(sharded_after_attaching, shard_one_block),
     **({} if DEVICE_TYPE == "cpu" else {"no model given": partial(cpu_offload_policy, with_model=False)}),
@@ -185,10 +157,8 @@ CASES = {
     "attached behind it": partial(in_the_right_order, ddp=False),
     "DDP": partial(in_the_right_order, ddp=True),
     "other parameters": other_parameters,
-    "Adafactor": adafactor,
     "replicated gradient": replicated_gradient,
     "state of another sharding": state_of_another_sharding,
-    "meta parameters": meta_parameters,
 }
 
 
