@@ -18,6 +18,10 @@ def integration(name: str) -> Any:
     return importlib.import_module(f"fsdp_offload.integrations.{name}")
 
 
+class Unlisted(torch.optim.SGD):
+    """In no table, so that it moves as a whole: a subclass may do anything in its step."""
+
+
 class Whole(Optimizer):
     """A class of a user's, which no table has: computes with the sum of all gradients."""
 

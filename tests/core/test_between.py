@@ -28,28 +28,11 @@ small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
 
 
-def _by_itself(params: list[Any]) -> None:
-    for param in params[::3]:
-        param.mul_(0.9)
-
-
-def _by_data(params: list[Any]) -> None:
-    for param in params:
-        param.data.mul_(0.9)
-
-
-def _by_local(params: list[Any]) -> None:
-    for param in params:
-        param.to_local().mul_(0.9)
-
-
-def _by_local_of_data(params: list[Any]) -> None:
-    for param in params:
-        param.data.to_local().mul_(0.9)
-
-
-WRITES: list[Callable[[list[Any]], Any]] = [
-    *(_by_itself, _by_data, _by_local, _by_local_of_data),
+WRITES: list[Callable[[list[Any]], object]] = [
+    lambda params: [param.mul_(0.9) for param in params[::3]],
+    lambda params: [param.data.mul_(0.9) for param in params],
+    lambda params: [param.to_local().mul_(0.9) for param in params],
+    lambda params: [param.data.to_local().mul_(0.9) for param in params],
     lambda params: torch._foreach_mul_(params, 0.9),
 ]
 

@@ -16,6 +16,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.engine.engine import engine_of
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import take_step
+from tests.remedies import Unlisted
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -53,10 +54,6 @@ def with_more_state(params: Any) -> Optimizer:
     optimizer = optim.SGD(params, lr=0.1, momentum=0.9)
     optimizer.state["k"] = 3  # type: ignore[index]
     return optimizer
-
-
-class Own(optim.SGD):
-    """A class that no table has."""
 
 
 class Lookahead(Optimizer):
@@ -97,7 +94,10 @@ REFUSED: dict[str, tuple[Callable[[], Asked], str]] = {
     "Adafactor on the CPU": (asked(optim.Adafactor, host_fraction=0.5), "Adafactor is not one of them"),
     "Adafactor of shards": (asked(optim.Adafactor, shard={}, model=True), "Adafactor .*sharded"),
     "FusedAdam on the CPU": (asked(FusedAdam, host_fraction=0.5), NO_OTHER_KERNEL),
-    "an own class on the CPU": (asked(partial(Own, momentum=0.9), host_fraction=0.5), "Own is not one of them"),
+    "an own class on the CPU": (
+        asked(partial(Unlisted, momentum=0.9), host_fraction=0.5),
+        "Unlisted is not one of them",
+    ),
     "overlap without a model": (asked(shard={}, overlap="forward"), r"\(overlap='forward'\) needs model=\.\.\."),
     "overlap without groups": (
         asked(model=True, overlap="iteration"),

@@ -19,6 +19,7 @@ from tests import state_dicts
 from tests.cpu.test_parity_optimizers import FLAGS, implementations
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import SMALL, Net, Run, Zoo, adamw, attach, same_bits, same_value
+from tests.remedies import Unlisted
 from tests.tiers import every_nth, spread
 from tests.twins import LOW, MASTER, Twins, make_twins, master_of, rounded
 
@@ -377,11 +378,7 @@ def test_another_format_is_refused_and_changes_nothing(
     twins.train(2)
 
 
-class Unknown(optim.SGD):
-    """A subclass may do anything in its step."""
-
-
-@pytest.mark.parametrize("cls", [optim.Muon, optim.Adafactor, Unknown, FusedAdam], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [optim.Muon, optim.Adafactor, Unlisted, FusedAdam], ids=lambda cls: cls.__name__)
 def test_optimizers_that_cannot_run_on_masters_are_refused(cls: type[optim.Optimizer]) -> None:
     optimizer = cls([nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))], lr=0.1)
     with pytest.raises(ValueError, match=f"add_masters .*{cls.__name__} is not one of them"):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 import fsdp_offload
-from fsdp_offload import add_masters, is_offloaded, offload_optimizer, offload_report, remove_offload
+from fsdp_offload import add_masters, is_offloaded, offload_optimizer, remove_offload
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.listeners import weight_deltas, weights
@@ -55,16 +55,6 @@ def remedy(words: str) -> Callable[[Story], Story]:
 
 
 # Attaching ------------------------------------------------------------------------------------------------------------
-
-
-@remedy("give one at a time, as in chained_optimizers")
-def report_of_two(_: Path) -> Any:
-    one, other = Script(attach=True), Script()
-    yield lambda: offload_report([one.optimizer, other.optimizer])  # type: ignore[arg-type]
-    other.attach()
-    for script in (one, other):
-        assert "host" in str(offload_report(script.optimizer))
-    return one
 
 
 @remedy("Call offload_optimizer() first and wrap optimizer.step afterwards")
@@ -595,6 +585,9 @@ FLAT, MEGATRON = "flatten_optimizer_state_dict", "fsdp_dtensor"
 IN_SHORT = """
 Attach afterwards: call fully_shard(model), build the optimizer, then offload_optimizer(optimizer, model=model)
     Script(shard=False).attach() | fully_shard(s.model), s.train() | built(sharded_behind(), SGD)
+give one at a time, as in chained_optimizers
+    Script(attach=True) | fsdp_offload.offload_report([s.optimizer, Script().optimizer])
+    | [same("host" in str(fsdp_offload.offload_report(x.optimizer)), True) for x in (s, Script(attach=True))]
 Call remove_offload() on that one first
     Script(attach=True) | built(s, SGD, overlap="iteration")
     | remove_offload(s.optimizer), built(s, SGD, overlap="iteration")

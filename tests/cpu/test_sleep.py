@@ -288,15 +288,6 @@ def test_gradients_that_updates_have_freed_have_nothing_to_move(mesh: DeviceMesh
     assert_same(snapshot(model), snapshot(other))
 
 
-def test_parameters_of_a_sleeping_model_are_not_moved_home(mesh: DeviceMesh) -> None:
-    model = shard(make(), mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    offload_model(model)
-    with pytest.raises(ValueError, match=ASLEEP):
-        offload_optimizer(optimizer, model=model, policy=OffloadPolicy(parameters=True))
-    reload_model(model)
-
-
 # Use while asleep ---------------------------------------------------------------------------------------------------
 
 USES: dict[str, Callable[[Net], object]] = {

@@ -17,6 +17,7 @@ from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.listeners import WeightDelta, WeightDeltas, weight_deltas
 from tests.overlapping import EVERY_POLICY, Loop, Net, adamw, policy_of
 from tests.parity import attach, fail_in_bucket, local
+from tests.remedies import Unlisted
 
 
 def half() -> Net:
@@ -229,10 +230,6 @@ def test_what_it_refuses(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> N
     early.step()
     assert list(deltas)
     assert offload_report(early.optimizer)
-
-
-class Unlisted(torch.optim.SGD):
-    """Is not in the table."""
 
 
 def test_parameters_that_come_later(mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ from torch.utils import _foreach_utils
 
 from fsdp_offload import OffloadPolicy, clip_grad_norm_, offload_optimizer, remove_offload
 from fsdp_offload.api import attach
-from tests.remedies import Script
+from tests.remedies import Script, Unlisted
 
 pytestmark = [
     pytest.mark.usefixtures("mesh"),
@@ -114,11 +114,7 @@ def test_torchft_and_updates_in_the_backward(monkeypatch: pytest.MonkeyPatch) ->
     other.train()
 
 
-class Unknown(torch.optim.SGD):
-    """Moves as a whole, and takes no host memory when it is attached."""
-
-
-@pytest.mark.parametrize("make", [torch.optim.Adamax, Unknown])
+@pytest.mark.parametrize("make", [torch.optim.Adamax, Unlisted])  # the second takes no host memory when it is attached
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_another_system_is_told_linux_in_one_sentence(system: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", system)
