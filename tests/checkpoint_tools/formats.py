@@ -10,15 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-SMALL_CONFIG: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-}
+SMALL_CONFIG: dict[str, Any] = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+SMALL_CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
 """Of a language model of transformers: two layers that run in no time."""
 
 

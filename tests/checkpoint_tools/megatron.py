@@ -19,14 +19,8 @@ from torch.overrides import TorchFunctionMode
 from tests.fused_adam_reference import FusedAdam
 
 TOKENS = torch.arange(8).view(1, 8)
-SIZES: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 4,
-    "ffn_hidden_size": 24,
-}
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24}
+SIZES |= {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 4}
 # How Megatron-Core saves: layers stacked in front, one key for each layer, or with gate and up already apart.
 STACKED: Mapping[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable"}
 LAYERS: Mapping[str, Any] = {**STACKED, "non_homogeneous_layers": True}

@@ -269,21 +269,11 @@ class Counting(Own):
 CLASSES: dict[str, Callable[..., Optimizer]] = {
     "LBFGS": partial(LBFGS, max_iter=3, history_size=2),
     "strong Wolfe": partial(LBFGS, max_iter=4, line_search_fn="strong_wolfe"),
-    "coupled": Coupled,
-    "replacing": Replacing,
-    "lazy": Lazy,
     "lazy, in fp64": partial(Lazy, dtype=torch.float64),
-    "growing": Growing,
-    "listing": Listing,
-    "holding": Holding,
-    "keeping": Keeping,
-    "factors": Factors,
-    "thin": Thin,
-    "sharing": Sharing,
-    "sometimes": Sometimes,
     "nesting": partial(Nesting, foreach=True),
     "SGD without state": type("Plain", (SGD,), {}),
-    "failing": Failing,
+    **{cls.__name__.lower(): cls for cls in (Coupled, Replacing, Lazy, Growing, Listing, Holding, Keeping)},
+    **{cls.__name__.lower(): cls for cls in (Factors, Thin, Sharing, Sometimes, Failing)},
 }
 OPTIMIZERS |= {name: Made(make, {"lr": 0.05}, frozenset({"whole"})) for name, make in CLASSES.items()}
 POLICIES: dict[str, dict[str, Any]] = {"state": {}, "spare": {"save": "spare"}}

@@ -99,34 +99,14 @@ def environment(rank: int, world_size: int) -> None:
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    fsdp = {
-        "version": 2,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "reshard_after_forward": True,
-    }
-    return {
-        "output_dir": str(folder),
-        "use_cpu": DEVICE_TYPE == "cpu",
-        "fsdp": True,
-        "fsdp_config": fsdp,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 0.5,
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "cosine",
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "save_steps": SAVED_AT,
-        "save_total_limit": 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "bf16": False,
-    }
+    wrapped = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    fsdp = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "reshard_after_forward": True, **wrapped}
+    place = {"output_dir": str(folder), "use_cpu": DEVICE_TYPE == "cpu", "fsdp": True, "fsdp_config": fsdp}
+    batches = {"max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    training = {"bf16": False, "max_grad_norm": 0.5, "learning_rate": 0.01, "lr_scheduler_type": "cosine"}
+    now_and_then = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": SAVED_AT, "save_total_limit": 2}
+    said = {"logging_steps": 1, "logging_nan_inf_filter": False, "report_to": [], "disable_tqdm": True}
+    return place | batches | training | now_and_then | said
 
 
 def script(

@@ -50,9 +50,11 @@ class Model:
         return found
 
 
-def started(*, records: bool = False) -> tuple[Model, Curve]:
+def started(iterations: int = 0, *, records: bool = False) -> tuple[Model, Curve]:
     model, curve = Model(records=records), Curve()
     curve.read, curve.history = model.read, model
+    for _ in range(iterations):
+        model.iteration(curve, FORWARD_AND_BACKWARD)
     return model, curve
 
 
@@ -106,34 +108,22 @@ def test_what_is_freed_right_behind_a_point_is_not_in_use_with_what_comes_then()
 
 
 def test_a_steady_iteration_reads_once() -> None:
-    model, curve = started()
-    for _ in range(4):
-        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model, curve = started(4)
     model.reads = 0
     model.iteration(curve, FORWARD_AND_BACKWARD)
     assert model.reads == 1
 
 
 def test_other_points_have_no_room_and_the_known_ones_keep_theirs() -> None:
-    model, curve = started()
-    for _ in range(4):
-        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model, curve = started(4)
     evaluated = [*FORWARD_AND_BACKWARD[:2], ("evaluation", 0, 0), *FORWARD_AND_BACKWARD[2:]]
     assert model.iteration(curve, evaluated) == [8, 4, 0, 0, 0, 3, 8, 12]
 
 
 def test_one_point_may_be_missing_and_more_have_the_iteration_read_again() -> None:
-    model, curve = started()
-    for _ in range(4):
-        model.iteration(curve, FORWARD_AND_BACKWARD)
-    assert model.iteration(curve, FORWARD_AND_BACKWARD[1:]) == [
-        4,
-        0,
-        0,
-        3,
-        8,
-        12,
-    ]  # an evaluation has gathered the root
+    model, curve = started(4)
+    # An evaluation has gathered the root.
+    assert model.iteration(curve, FORWARD_AND_BACKWARD[1:]) == [4, 0, 0, 3, 8, 12]
     shorter = [*FORWARD_AND_BACKWARD[:2], *FORWARD_AND_BACKWARD[4:]]
     assert model.iteration(curve, shorter)[2:] == [0] * 3
     model.iteration(curve, shorter)
@@ -141,19 +131,15 @@ def test_one_point_may_be_missing_and_more_have_the_iteration_read_again() -> No
 
 
 def test_an_iteration_that_is_not_as_the_one_before_ends_all_room() -> None:
-    model, curve = started()
-    for _ in range(4):
-        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model, curve = started(4)
     model.iteration(curve, FORWARD_AND_BACKWARD, repeats=False)
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
 
 
 @pytest.mark.parametrize("factor", [2, 3])
 def test_another_batch_has_another_curve_once_it_has_come_twice(factor: int) -> None:
-    model, curve = started()
+    model, curve = started(4)
     larger = [(name, factor * allocated, factor * freed) for name, allocated, freed in FORWARD_AND_BACKWARD]
-    for _ in range(4):
-        model.iteration(curve, FORWARD_AND_BACKWARD)
     assert model.iteration(curve, larger) == [8, 4, 0, 0, 3, 8, 12]
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [8, 4, 0, 0, 3, 8, 12]  # it was only one
     for _ in range(3):
@@ -162,9 +148,7 @@ def test_another_batch_has_another_curve_once_it_has_come_twice(factor: int) -> 
 
 
 def test_what_others_take_is_shared() -> None:
-    model, curve = started()
-    for _ in range(4):
-        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model, curve = started(4)
     model.optimizers = 2
     for _ in range(2):
         model.iteration(curve, FORWARD_AND_BACKWARD)
@@ -172,9 +156,7 @@ def test_what_others_take_is_shared() -> None:
 
 
 def test_statistics_that_are_reset_make_no_curve() -> None:
-    model, curve = started()
-    for _ in range(2):
-        model.iteration(curve, FORWARD_AND_BACKWARD)
+    model, curve = started(2)
     model.ever = -100
     assert model.iteration(curve, FORWARD_AND_BACKWARD) == [0] * 7
     model.iteration(curve, FORWARD_AND_BACKWARD)

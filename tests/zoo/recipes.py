@@ -15,38 +15,16 @@ Selection = Literal["all", "matrices", "matrices and vectors apart"]
 Call = Literal["step()", "step(closure)", "backward(create_graph=True)"]
 
 # Arguments without a default, by name. A class that needs another one is reported as one that cannot be built.
-NEEDED: dict[str, Any] = {
-    "lr": 1e-3,
-    "learning_rate": 1e-3,
-    "momentum": 0.9,
-    "weight_decay": 1e-2,
-    "alpha": 0.5,
-    "ess": 1e4,
-    "rank": 4,
-    "num_epochs": 15,
-    "num_batches_per_epoch": 10,
-    "total_steps": 150,
-    "num_iterations": 150,
-    "num_training_steps": 150,
-    "max_iters": 150,
-    "batch_size": 8,
-    "num_data": 64,
-    "dataset_size": 64,
-    "nu": 0.7,
-    "T": 150,
-}
+_LENGTH = {"num_epochs": 15, "num_batches_per_epoch": 10}
+NEEDED: dict[str, Any] = {"lr": 1e-3, "learning_rate": 1e-3, "momentum": 0.9, "weight_decay": 1e-2, "alpha": 0.5}
+NEEDED |= {"nu": 0.7, "ess": 1e4, "rank": 4, "batch_size": 8, "num_data": 64, "dataset_size": 64, **_LENGTH}
+NEEDED |= dict.fromkeys(("total_steps", "num_iterations", "num_training_steps", "max_iters", "T"), 150)
 
 # What a class needs beyond that, or does not repeat itself or stay finite without.
-_MOMENTUM = {"momentum": 0.9}
-_LENGTH = {"num_epochs": 15, "num_batches_per_epoch": 10}
+_LARS = ("lars:LARS", "lars:LARS32bit", "lars:LARS8bit", "lars:PytorchLARS")
+_SGD = ("sgd:SGD", "sgd:SGD32bit", "sgd:SGD8bit")
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "bitsandbytes.optim.lars:LARS": _MOMENTUM,
-    "bitsandbytes.optim.lars:LARS32bit": _MOMENTUM,
-    "bitsandbytes.optim.lars:LARS8bit": _MOMENTUM,
-    "bitsandbytes.optim.lars:PytorchLARS": _MOMENTUM,
-    "bitsandbytes.optim.sgd:SGD": _MOMENTUM,
-    "bitsandbytes.optim.sgd:SGD32bit": _MOMENTUM,
-    "bitsandbytes.optim.sgd:SGD8bit": _MOMENTUM,
+    **{f"bitsandbytes.optim.{name}": {"momentum": 0.9} for name in (*_LARS, *_SGD)},
     "came_pytorch.CAME:CAME": {"lr": 1e-3},
     "ranger21.ranger21:Ranger21": _LENGTH,
     "ranger21.rangerabel:Ranger21abel": _LENGTH,

@@ -27,26 +27,15 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from transformers.pytorch_utils import Conv1D
 
 from checkpoint_tools import merge_state_dict, preset, split_state_dict
-from tests.checkpoint_tools.formats import exact, stepped
+from tests.checkpoint_tools.formats import SMALL_CONFIG, exact, stepped
 from tests.checkpoint_tools.saves import save
 from tests.checkpoint_tools.tool import assert_same, load, made, shown, values_of
 
 TOKENS = torch.tensor([[1, 7, 3, 11, 2, 30, 5], [4, 4, 9, 0, 21, 8, 17]])
-SMALL: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    # Exact: torch's silu of a strided half is not bitwise that of a tensor of its own.
-    "hidden_act": "relu",
-}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+SMALL = SMALL_CONFIG | {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+SMALL["hidden_act"] = "relu"  # exact: torch's silu of a strided half is not bitwise that of a tensor of its own
 GDN = {"linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 6}
 
 
