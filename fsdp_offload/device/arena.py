@@ -39,7 +39,7 @@ BREAK_BYTES = 256 << 20
 _TOUCH_CHUNK_BYTES = 32 << 20
 
 _MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14."""
+"""Makes all pages of a range, or says that there is no room for them; Linux 5.14 or newer knows it."""
 
 
 def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:

@@ -18,7 +18,7 @@ from ..state.shard import Reader, ShardHome
 
 Record = dict[str, Any]
 _Memory = tuple[bool, torch.dtype]
-"""Whether tensors lie on the device, and their dtype: all that are alike are copied, and written, as one."""
+"""Tells which tensors are copied, and written, as one: whether they lie on the device, and their dtype."""
 
 
 class AtHome:

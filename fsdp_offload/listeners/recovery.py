@@ -227,8 +227,8 @@ class Recoverable:
         for param, shard in plan.shards.items():
             entry, its = states.get(param), shard.homes
             state.append({name: AT_HOME if value is its.get(name, AT_HOME) else value for name, value in entry.items()})
-        homes_of = {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
-        record = record_of(tree | {"state": state} | homes_of, core)
+        tree |= {"homes": [one.which for one in plan.housed()], "device": which, "extra": pickled}
+        record = record_of(tree | {"state": state}, core)
         made = Commit(self.commits + 1, which, homes, self._versions(homes), self._before, self._give_up, record)
         engine.lending.lend(made, homes)
         made.written = self._writer.submit(self._write, made, core.lanes.store.mark(), copies)
