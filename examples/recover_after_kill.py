@@ -38,8 +38,8 @@ def train(folder: str, steps: int, width: int) -> None:
     warnings.filterwarnings("ignore", message="offload_optimizer: ")  # that nothing is gained on a CPU
 
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1)) for _ in range(4)]
-    model = nn.Sequential(*layers).to(device)
+    with device:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1)) for _ in range(4)))
     for block in model:
         fully_shard(block)
     fully_shard(model)

@@ -4,8 +4,7 @@
 ``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
 ``device_bytes`` and other fields of ``OffloadPolicy``, as in ``iteration:640MiB`` or
 ``iteration:2GiB:bucket_bytes=64MiB``, and ``recompute``, of this row alone, as in ``plain:recompute=4``; ``commits``:
-each step is committed to memory, to survive a kill; ``deltas``: the weights that a step changes are read behind it;
-behind an ``@``, ``--queues`` of this row alone, as in ``iteration@default``.
+each step is committed to memory, to survive a kill; ``deltas``: the weights that a step changes are recorded.
 Plain training is the first row and the last one; the faster one counts.
 
 JSON lines go to stdout, and a table for people to stderr, each line as soon as its row is measured. All its columns
@@ -40,7 +39,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fsdp_offload.device.copy_queues import ENOUGH, VARIABLE
+from fsdp_offload.device.copy_queues import VARIABLE
 from fsdp_offload.integrations.plain_values import policy_from
 
 from .front_row import Row, write
@@ -60,20 +59,6 @@ POLICIES: dict[str, dict[str, Any] | None] = {
 }
 _ROOT = Path(__file__).resolve().parents[2]
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-class Queues(StrEnum):
-    """Number of the driver's copy queues, which it reads from ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` once.
-
-    Attributes:
-        IMPORT: the number that importing fsdp_offload first sets, as users do; the driver's default in plain training.
-        DEFAULT: the driver's default in all rows; CUDA starts before fsdp_offload is imported.
-        ENOUGH: 32 in all rows.
-    """
-
-    IMPORT = "import"
-    DEFAULT = "default"
-    ENOUGH = str(ENOUGH)
 
 
 class Dtype(StrEnum):
@@ -96,7 +81,6 @@ def measure(
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
     warm: Annotated[int, typer.Option(help="Iterations before the timed ones.")] = 12,
     iterations: Annotated[int, typer.Option(help="Timed iterations.")] = 6,
-    queues: Annotated[Queues, typer.Option(help="Queues for copies; see the head of front.py.")] = Queues.IMPORT,
     host: Annotated[bool, typer.Option(help="Count our time on the host, in as many iterations again.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw cost over freed GB (SVG, PNG, by the name).")] = None,
     record: Annotated[Path | None, typer.Option(help="Draw this record again, and measure nothing.")] = None,
@@ -120,7 +104,6 @@ def measure(
     common = Row(
         name="plain",
         policy=None,
-        imports_first=False,
         listener="",
         model=model,
         tokens=tokens,
@@ -137,13 +120,12 @@ def measure(
         ranks=ranks,
     )
     names = ["plain", *re.split(r"[,\s]+", policies.strip()), "plain"]
-    rows = [row_of(name, common, queues) for name in names if name]
+    rows = [row_of(name, common) for name in names if name]
     found = []
     print(_line(list(_COLUMNS)), file=sys.stderr, flush=True)
-    for number, (row, row_queues) in enumerate(rows):
-        asked = {key: value for key, value in asdict(row).items() if key not in ("name", "imports_first", "link")}
-        one = {"row": row.name, "number": number, "queues": row_queues.value, **asked}
-        one |= _run(replace(row, link=number == 0), row_queues)
+    for number, row in enumerate(rows):
+        asked = {key: value for key, value in asdict(row).items() if key not in ("name", "link")}
+        one = {"row": row.name, "number": number, **asked} | _run(replace(row, link=number == 0))
         found.append(one)
         compare(found)
         print_record("front", **one)
@@ -166,16 +148,14 @@ def _recomputed(text: str) -> int | None:
     return int(text)
 
 
-def row_of(text: str, common: Row, queues: Queues) -> tuple[Row, Queues]:
-    """Return the row that ``--policies`` names, and its queues.
+def row_of(text: str, common: Row) -> Row:
+    """Return the row that ``--policies`` names.
 
     Raises:
         typer.BadParameter: there is no such row.
     """
-    said, _, own_queues = text.partition("@")
-    name, *fields = said.split(":")
+    name, *fields = text.split(":")
     try:
-        chosen = Queues(own_queues) if own_queues else queues
         policy = POLICIES[name]
         values: dict[str, Any] = dict(policy or {})
         for one in fields:
@@ -191,8 +171,7 @@ def row_of(text: str, common: Row, queues: Queues) -> tuple[Row, Queues]:
         made = None if policy is None else asdict(policy_from(values))
     except (KeyError, ValueError, TypeError) as error:
         raise typer.BadParameter(f"--policies {text}: {error}; there are {', '.join(POLICIES)}") from None
-    imports_first = made is not None and chosen is not Queues.DEFAULT
-    return replace(common, name=text, policy=made, imports_first=imports_first), chosen
+    return replace(common, name=text, policy=made)
 
 
 def _bytes_or_text(text: str) -> Any:
@@ -203,12 +182,10 @@ def _bytes_or_text(text: str) -> Any:
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
-def _run(row: Row, queues: Queues) -> dict[str, Any]:
+def _run(row: Row) -> dict[str, Any]:
     """Run a row with a process for each rank; the record of a failed row has the error."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # our import has set it here
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    if queues is Queues.ENOUGH:
-        environment[VARIABLE] = queues.value
     with tempfile.TemporaryDirectory(dir="/dev/shm" if row.listener == "commits" else None) as folder:
         path = Path(folder, "row.json")
         write(row, path)
@@ -246,7 +223,10 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first, report = ranks[0], ranks[0].get("report", {})
     found = {name: max(one[name] for one in ranks) for name in (*_SLOWEST, *_MOST) if name in first}
     found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "imported_first", "threads")}
-    found |= {name: first[name] for name in ("transformers", "link", "notes", "changed") if first.get(name)}
+    found |= {name: first[name] for name in ("transformers", "link", "notes") if first.get(name)}
+    found |= {name: sum(one[name] for one in ranks) for name in ("changed", "delta_bytes") if name in first}
+    if "take_s" in first:
+        found["take_s"] = max(one["take_s"] for one in ranks)
     if "ours" in first:
         slowest = max(ranks, key=lambda one: float(one["ours"].get("ms", 0)))
         found["ours"] = {name: round(value, 2) for name, value in slowest["ours"].items()}

@@ -39,8 +39,7 @@ class Row:
     Attributes:
         name: of the row.
         policy: fields of ``OffloadPolicy``; ``None``: plain training.
-        imports_first: import ``fsdp_offload`` before CUDA starts.
-        listener: ``"commits"``: commit each step to memory; ``"deltas"``: take each step's weight deltas; or ``""``.
+        listener: ``"commits"``: commit each step to memory; ``"deltas"``: record weight deltas; or ``""``.
         model, tokens, recomputed, dtype: see :func:`.models.build`.
         masters: kind of ``add_masters``, or ``"none"``.
         lr: learning rate.
@@ -54,7 +53,6 @@ class Row:
 
     name: str
     policy: dict[str, Any] | None
-    imports_first: bool
     listener: str
     model: str
     tokens: int
@@ -86,7 +84,8 @@ class Loop:
             from fsdp_offload import add_masters
 
             self.optimizer = add_masters(self.optimizer, row.masters)
-        self.attach_s, self.changed = 0.0, list[int]()
+        self.attach_s = 0.0
+        self.deltas: Any = None
         self.behind_step: Callable[[], object] = lambda: None
         if row.policy is not None:
             from fsdp_offload import OffloadPolicy, offload_optimizer
@@ -108,8 +107,7 @@ class Loop:
         if self.row.listener == "commits":
             self.behind_step = recoverable(self.optimizer, folder / "homes").commit
         else:
-            deltas = weight_deltas(self.optimizer)
-            self.behind_step = lambda: self.changed.append(sum(len(one.values) for one in deltas))
+            self.deltas = weight_deltas(self.optimizer)
 
     def mark(self) -> Any:
         """Mark this point of compute; on the CPU, note the time."""
@@ -158,7 +156,6 @@ class Loop:
         if row.policy is not None:
             found["report"] = self.optimizer.offload_report().metrics()
             found["notes"] = list(self.optimizer.offload_report().notes)
-            found["changed"] = self.changed
         found |= {"params": self.params, "attach_s": self.attach_s, "parameters": self._digest()}
         found["losses"] = [loss.item().hex() for loss in self.losses]
         if row.host:
@@ -166,7 +163,19 @@ class Loop:
                 self.iterate(row.iterations)
             self.synchronize()
             found["ours"] = times.per_iteration(row.iterations, offloaded=row.policy is not None)
-        return found
+        return found | ({} if self.deltas is None else self._take_deltas())
+
+    def _take_deltas(self) -> dict[str, Any]:
+        """Count the weights that one step changes; time how long it takes to hand them out."""
+        for _ in self.deltas:  # those of all steps until now
+            pass
+        self.iterate(1)
+        self.synchronize()
+        begin, changed, nbytes = time.perf_counter(), 0, 0
+        for delta in self.deltas:
+            changed += len(delta.values)
+            nbytes += delta.values.nbytes + delta.indices.nbytes
+        return {"changed": changed, "delta_bytes": nbytes, "take_s": time.perf_counter() - begin}
 
     def synchronize(self) -> None:
         if self.row.policy is not None:
@@ -289,7 +298,7 @@ def main(path: Path) -> None:
     """Measure the row in the file ``path``; write ``rank-N.json`` to the same folder."""
     row = Row(**json.loads(path.read_text()))
     start_s = time.perf_counter()
-    if row.imports_first:
+    if row.policy is not None:  # before CUDA starts, as users do
         import fsdp_offload  # noqa: F401
     asked = os.environ.get(QUEUES, "default")
     accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -226,6 +226,7 @@ class Cache:
         ``is_used``: its use in this iteration is over.
         """
         if item.block is None:
+            self.held.pop(item, None)  # an interrupt of this method has left it
             return
         if not is_used:
             self.timeline.there = 0
@@ -233,7 +234,7 @@ class Cache:
             self.put(item)
         assert item.pool is not None, item.name
         block, item.block = item.block, None
-        del self.held[item]
+        self.held.pop(item, None)
         block.free = [mark for mark in (item.ready, *item.used.values()) if mark is not None]
         item.pool.free.append(block)  # last: an interrupt may lose a block, but give none to two items
 

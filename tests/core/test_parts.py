@@ -28,6 +28,7 @@ from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.state.store import OwnCounters, StateStore
 
 from .deferred import DeferredLanes
+from .test_interrupts import Interrupted
 
 MIB = 1 << 20
 
@@ -167,6 +168,23 @@ def test_a_place_that_was_not_filled_does_not_count(monkeypatch: pytest.MonkeyPa
     assert items["a"].block is None
     assert (len(cache.held), len(cache.pools[0].free)) == (0, 1)
     assert cache.fetch(items["a"])
+
+
+def test_behind_an_interrupt_at_any_line_of_a_load_the_next_one_ends() -> None:
+    """Also where an item had to leave for it: that one would be evicted again and again."""
+    lines, at = 1, 0
+    while at < lines:
+        at += 1
+        cache, items = cache_of("ab", "a", 1)
+        items["b"].home.bytes = [(torch.zeros(8, dtype=torch.uint8), 0)]
+        with Interrupted(at) as first:
+            cache.fetch(items["b"])
+        lines = max(lines, first.lines + (first.where != ""))
+        with Interrupted(1000, AssertionError) as second:
+            assert cache.fetch(items["b"])
+        assert not second.where, f"the load behind an interrupt at {first.where} does not end"
+        assert [item.name for item in cache.held if item.block is not None] == ["b"]
+    assert lines > 30
 
 
 @pytest.mark.parametrize("must", [False, True])

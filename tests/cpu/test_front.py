@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples.benchmarks import front
-from examples.benchmarks.front import Queues, Row, compare, row_of
+from examples.benchmarks.front import Row, compare, row_of
 from examples.benchmarks.front_row import HostTimes
 from examples.benchmarks.models import MODELS, Trained, build
 from fsdp_offload.device.copy_queues import VARIABLE
@@ -24,7 +24,6 @@ from fsdp_offload.device.copy_queues import VARIABLE
 COMMON = Row(
     name="plain",
     policy=None,
-    imports_first=False,
     listener="",
     model="lean-tiny",
     tokens=24,
@@ -101,23 +100,17 @@ def test_buffers_have_the_values_and_embeddings_the_ties_of_transformers_own(nam
 
 
 def test_names_of_rows() -> None:
-    row, queues = row_of("iteration:1.5GiB:bucket_bytes=64MiB:serial=1@32", COMMON, Queues.IMPORT)
-    assert queues is Queues.ENOUGH
-    assert row.imports_first
+    row = row_of("iteration:1.5GiB:bucket_bytes=64MiB:serial=1", COMMON)
     asked = {"overlap": "iteration", "device_bytes": 3 << 29, "bucket_bytes": 64 << 20, "serial": True}
     assert row.policy is not None
     assert asked.items() <= row.policy.items()
     assert not row.policy["parameters"]
-    row, queues = row_of("parameters", COMMON, Queues.DEFAULT)
-    assert (queues, row.imports_first) == (Queues.DEFAULT, False)  # CUDA starts first
-    assert row.policy is not None
-    assert row.policy["parameters"]
-    assert not row_of("plain@32", COMMON, Queues.IMPORT)[0].imports_first
+    assert row_of("parameters", COMMON).policy["parameters"]  # type: ignore[index]
     for text, count in (("plain:recompute=4", 4), ("step:640MiB:recompute=all", None), ("plain", COMMON.recomputed)):
-        assert row_of(text, COMMON, Queues.IMPORT)[0].recomputed == count
-    for text in ("iterations", "plain:640MiB", "plain:commits", "step:device_byte=1", "step:few", "step@31"):
+        assert row_of(text, COMMON).recomputed == count
+    for text in ("iterations", "plain:640MiB", "plain:commits", "step:device_byte=1", "step:few"):
         with pytest.raises(typer.BadParameter, match=re.escape(text)):
-            row_of(text, COMMON, Queues.IMPORT)
+            row_of(text, COMMON)
 
 
 def test_the_faster_plain_row_counts_and_freed_bytes_are_compared_with_what_can_hide() -> None:
@@ -190,13 +183,14 @@ def measured(
 def test_each_row_trains_in_a_process_of_its_own_and_has_plain_bits(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    picture, policies = tmp_path / "front.svg", "iteration:bucket_bytes=65536:commits,parameters:deltas@default"
+    picture, policies = tmp_path / "front.svg", "iteration:bucket_bytes=65536:commits,parameters:deltas"
     options = ("--model", "llama-tiny", "--policies", policies, "--recompute", "1", "--host")
     rows, costs, table = measured(capfd, monkeypatch, *options, "--picture", str(picture))
     names = ["plain", *policies.split(","), "plain"]
     assert [row["row"] for row in rows] == costs == names
-    assert [row["imported_first"] for row in rows] == [False, True, False, False]
+    assert [row["imported_first"] for row in rows] == [False, True, True, False]
     assert all(row["same_losses"] and row["same_parameters"] for row in rows)
+    assert 0 < rows[2]["changed"] <= rows[2]["params"]
     assert len(rows[0]["losses"][0]) == 3 + 2
     assert len(set(rows[0]["losses"][0])) > 1
     assert rows[0]["ms"] > rows[0]["backward_ms"] > 0
@@ -226,9 +220,9 @@ def test_each_row_trains_in_a_process_of_its_own_and_has_plain_bits(
 def test_several_ranks_and_a_row_that_fails(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--model", "lean-tiny", "--ranks", "2", "--accumulate", "2", "--policies")
     monkeypatch.setenv(VARIABLE, "8")  # which no row inherits
-    rows, costs, table = measured(capfd, monkeypatch, *options, "iteration@32 step:host_limit_bytes=1000")
-    assert costs == ["plain", "iteration@32", "plain"]
-    assert [row.get("copy_queues") for row in rows] == ["default", "32", None, "default"]
+    rows, costs, table = measured(capfd, monkeypatch, *options, "iteration step:host_limit_bytes=1000")
+    assert costs == ["plain", "iteration", "plain"]
+    assert [row.get("copy_queues") for row in rows] == ["default", "default", None, "default"]
     first, iteration, failed, _ = rows
     assert all(row["same_losses"] and row["same_parameters"] for row in (first, iteration, rows[-1]))
     one, other = iteration["losses"]

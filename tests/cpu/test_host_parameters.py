@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload.device.driver import CopyCalls
-from fsdp_offload.device.lanes import EventMark, Lane, TurnsLane, pieces_of
+from fsdp_offload.device.lanes import QUEUED_PIECES, EventMark, Lane, Mark, TurnsLane, pieces_of
 from tests.cpu.test_host_fraction import fused_adamw
 from tests.parity import SMALL, Run, Zoo, attach, local, make_pair
 
@@ -101,7 +102,8 @@ class Turns(TurnsLane):
 
     def __init__(self, turn_bytes: int, calls: CopyCalls | None) -> None:
         self._in_use = threading.RLock()
-        self._piece_bytes = 0
+        self._piece_bytes = self._new_bytes = self._running_bytes = 0
+        self._running: deque[tuple[Mark, int]] = deque()
         self._turn_bytes = turn_bytes
         self._calls, self._stream, self._handles = calls, None, {None: None}  # type: ignore[dict-item]
         self.turns: list[int] = []
@@ -151,6 +153,29 @@ def test_copies_take_turns_in_pieces(by: str, monkeypatch: pytest.MonkeyPatch) -
     if calls is not None:
         assert calls.pieces[-5:] == [300, 3796, 4096, 808, 1000]
     assert pieces_of([], 4096) == []
+
+
+def test_a_lane_is_full_while_many_copies_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would wait for the driver's queue, and compute for the host."""
+
+    class Point(Mark):
+        passed = False
+
+        def is_passed(self) -> bool:
+            return self.passed
+
+    monkeypatch.setattr(Lane, "mark", lambda lane, *, timed=False: Point())
+    lane, (target, source), marks = Turns(8, Calls()), torch.zeros(2, 8, dtype=torch.uint8), []
+    for _ in range(QUEUED_PIECES):
+        assert not lane.is_full
+        lane.copy([(target, source)])
+        marks.append(lane.mark())
+    assert lane.is_full
+    marks[1].passed = True
+    assert lane.is_full, "the one before it runs"
+    marks[0].passed = True
+    assert not lane.is_full
+    assert len(lane._running) == QUEUED_PIECES - 2, "no mark is held that has been passed"
 
 
 class Noting(Lane):

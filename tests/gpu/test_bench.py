@@ -23,7 +23,7 @@ FRONT = ["machine", *["front"] * 4, *["front-cost"] * 4]
     [
         ("link --gib 0.25 --repeats 2", ["machine", "link", *["small-copies"] * 3, "pin"]),
         (
-            "front --model lean-tiny --tokens 64 --warm 4 --iterations 2 --host --policies iteration@32,parameters",
+            "front --model lean-tiny --tokens 64 --warm 4 --iterations 2 --host --policies iteration,parameters",
             FRONT,
         ),
         ("step --params 3000000 --tensors 20 --bucket-mib 4 --repeats 2", STEP),
@@ -53,10 +53,10 @@ def test_sleep(flags: str) -> None:
 
 def test_a_row_of_the_front_has_its_memory_its_queues_and_plain_bits() -> None:
     pytest.importorskip("transformers")
-    lines = bench("front --model llama-tiny --tokens 64 --warm 4 --iterations 2 --policies iteration,iteration@default")
+    lines = bench("front --model llama-tiny --tokens 64 --warm 4 --iterations 2 --policies iteration")
     rows = [line for line in lines if line["bench"] == "front"]
-    assert [row["copy_queues"] for row in rows] == ["default", "32", "default", "default"]
-    assert [row["imported_first"] for row in rows] == [False, True, False, False]
+    assert [row["copy_queues"] for row in rows] == ["default", "32", "default"]
+    assert [row["imported_first"] for row in rows] == [False, True, False]
     assert all(row["same_losses"] and row["same_parameters"] for row in rows)
     assert all(0 < row["peak_bytes"] <= row["reserved_bytes"] and "freed_bytes" in row for row in rows)
     assert rows[0]["link"]["two_way_gb_per_s"] > 1

@@ -38,13 +38,13 @@ class Writer(threading.Thread):
 def test_a_reader_closures_saves_and_interrupts_together(
     mesh: DeviceMesh, slow: Slow, kind: str, *, parameters: bool
 ) -> None:
-    """No other bit, and no thread that waits for ever, in 500 iterations."""
+    """No other bit, and no thread that waits for ever, in 200 iterations."""
     rng = random.Random(f"{kind}{parameters}")
     expected, loop = plain(mesh), offloaded(mesh, {"overlap": "iteration", "parameters": parameters})
     reader = Reader(loop, random.Random(1))
     slow(kind, 50_000)
     writer: Writer | None = None
-    for at in range(500):
+    for at in range(200):
         way = rng.choice(["clip", "closure", "interrupted closure"]) if at > 4 else "clip"
         if writer is None and at > 4 and rng.random() < 0.1:
             writer = Writer(loop)
