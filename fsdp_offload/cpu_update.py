@@ -11,7 +11,6 @@ Each step copies parameters down: finding out on the device whether they have be
 H100, all state on the CPU: 615 ms an iteration instead of 538).
 """
 
-import os
 import threading
 import time
 from collections import defaultdict
@@ -30,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from .device.arena import Region, aligned
+from .device.host_limits import cores_of_rank
 from .device.lanes import Copy, EventMark, Mark, device_link, recorded
 from .fsdp.dtensor import local_shard
 from .optimizers import Capabilities
@@ -310,7 +310,7 @@ def _prepare_thread(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    usual, cores = torch.get_num_threads(), len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    usual, cores = torch.get_num_threads(), cores_of_rank()
     torch.set_num_threads(max(1, cores - max(1, cores // 8)))
     # That sets the number for this thread and later ones. A short thread restores that of later ones.
     restoring = threading.Thread(target=torch.set_num_threads, args=(usual,))

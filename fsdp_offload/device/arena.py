@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .host_limits import is_replaced
+from .host_limits import cores_of_rank, is_replaced
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _touch_and_lock(
             errors[address] = lock(address, nbytes)
 
     locks: list[Future[None]] = []
-    with ThreadPoolExecutor(max_workers=_usable_cores()) as pool:
+    with ThreadPoolExecutor(max_workers=cores_of_rank()) as pool:
         for address, nbytes in pieces:
             touches = [
                 pool.submit(touch, address + start, min(_TOUCH_CHUNK_BYTES, nbytes - start))
@@ -197,11 +197,6 @@ def _touch_and_lock(
                 locks.append(pool.submit(lock_when_touched, address, nbytes, touches))
     for locking in locks:
         locking.result()  # raises what it raised
-
-
-def _usable_cores() -> int:
-    """Return the cores of this process, divided by the ranks of this host."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _register(device: torch.device, address: int, nbytes: int) -> int:

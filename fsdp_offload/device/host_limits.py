@@ -23,6 +23,11 @@ def memory_is_replaced() -> Iterator[None]:
         is_replaced.reset(before)
 
 
+def cores_of_rank() -> int:
+    """Return the cores of this process, divided by the ranks of this host."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 class HostMemory(NamedTuple):
     """Bytes of host memory, as the kernel reports them."""
 

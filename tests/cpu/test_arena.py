@@ -17,6 +17,7 @@ import torch
 
 from fsdp_offload.device import arena
 from fsdp_offload.device.arena import Region
+from fsdp_offload.device.host_limits import cores_of_rank
 from tests.forks import in_forked_child, resident_bytes
 
 MIB = 1 << 20
@@ -200,10 +201,10 @@ def test_every_page_exists_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
 def test_cores_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert arena._usable_cores() == 12
+    assert cores_of_rank() == 12
     for ranks, cores in (("4", 3), ("8", 1), ("99", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert arena._usable_cores() == cores
+        assert cores_of_rank() == cores
 
 
 # Driver --------------------------------------------------------------------------------------------------------------
