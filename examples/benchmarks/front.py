@@ -33,9 +33,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -61,13 +60,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-class Dtype(StrEnum):
-    """Types of parameters, and of the optimizer's state; compute is in bf16."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-
-
 def measure(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "llama-3b",
     policies: Annotated[str, typer.Option(help="Rows between plain and plain.")] = "iteration iteration:640MiB",
@@ -76,12 +68,13 @@ def measure(
     tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 4096,
     accumulate: Annotated[int, typer.Option(help="Micro-batches in an iteration.")] = 1,
     recompute: Annotated[str, typer.Option(help="Blocks that are recomputed: all, none, or the first N.")] = "all",
-    dtype: Annotated[Dtype, typer.Option(help="Of the parameters.")] = Dtype.FP32,
-    masters: Annotated[Masters, typer.Option(help="Masters that are added, in plain training too.")] = Masters.NONE,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of parameters and state.")] = "fp32",
+    masters: Annotated[Masters, typer.Option(help="Masters that are added, in plain training too.")] = "none",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
     warm: Annotated[int, typer.Option(help="Iterations before the timed ones.")] = 12,
     iterations: Annotated[int, typer.Option(help="Timed iterations.")] = 6,
     host: Annotated[bool, typer.Option(help="Count our time on the host, in as many iterations again.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Folder for a trace of each row, by torch.profiler.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw cost over freed GB (SVG, PNG, by the name).")] = None,
     record: Annotated[Path | None, typer.Option(help="Draw this record again, and measure nothing.")] = None,
 ) -> None:
@@ -108,8 +101,8 @@ def measure(
         model=model,
         tokens=tokens,
         recomputed=_recomputed(recompute),
-        dtype=dtype.value,
-        masters=masters.value,
+        dtype=dtype,
+        masters=masters,
         lr=lr,
         batch=batch,
         accumulate=accumulate,
@@ -117,6 +110,7 @@ def measure(
         iterations=iterations,
         host=host,
         link=False,
+        trace="" if trace is None else str(trace.absolute()),
         ranks=ranks,
     )
     names = ["plain", *re.split(r"[,\s]+", policies.strip()), "plain"]
@@ -124,7 +118,7 @@ def measure(
     found = []
     print(_line(list(_COLUMNS)), file=sys.stderr, flush=True)
     for number, row in enumerate(rows):
-        asked = {key: value for key, value in asdict(row).items() if key not in ("name", "link")}
+        asked = {key: value for key, value in asdict(row).items() if key not in ("name", "link", "trace")}
         one = {"row": row.name, "number": number, **asked} | _run(replace(row, link=number == 0))
         found.append(one)
         compare(found)
@@ -214,7 +208,10 @@ def _run(row: Row) -> dict[str, Any]:
         return _merged(ranks)
 
 
-_SLOWEST = ("ms", "forward_ms", "backward_ms", "process_cpu_ms", "main_cpu_ms", "issue_ms", "attach_s", "row_s")
+_SLOWEST = (
+    *("ms", "forward_ms", "backward_ms", "process_cpu_ms", "main_cpu_ms", "issue_ms", "attach_s", "row_s"),
+    *("idle_ms", "longest_idle_ms", "take_s"),
+)
 _MOST = ("peak_bytes", "reserved_bytes")
 
 
@@ -222,11 +219,9 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the results of ranks: times and memory of the worst one, report and link of the first one."""
     first, report = ranks[0], ranks[0].get("report", {})
     found = {name: max(one[name] for one in ranks) for name in (*_SLOWEST, *_MOST) if name in first}
-    found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "imported_first", "threads")}
+    found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "threads")}
     found |= {name: first[name] for name in ("transformers", "link", "notes") if first.get(name)}
     found |= {name: sum(one[name] for one in ranks) for name in ("changed", "delta_bytes") if name in first}
-    if "take_s" in first:
-        found["take_s"] = max(one["take_s"] for one in ranks)
     if "ours" in first:
         slowest = max(ranks, key=lambda one: float(one["ours"].get("ms", 0)))
         found["ours"] = {name: round(value, 2) for name, value in slowest["ours"].items()}

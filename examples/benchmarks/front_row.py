@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from .models import build
 from .record import median
+from .timeline import read_trace
 
 _COUNTED = ("hooks", "step", "updates", "class_step", "class_step_beside", "zero_grad")
 QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
@@ -48,6 +49,7 @@ class Row:
         warm, iterations: iterations before the timed ones, and the timed ones.
         host: count our time on the host, in as many iterations again.
         link: measure the link afterwards.
+        trace: folder for a trace of three iterations more, or ``""``.
         ranks: number of ranks.
     """
 
@@ -66,6 +68,7 @@ class Row:
     iterations: int
     host: bool
     link: bool
+    trace: str
     ranks: int
 
 
@@ -163,7 +166,9 @@ class Loop:
                 self.iterate(row.iterations)
             self.synchronize()
             found["ours"] = times.per_iteration(row.iterations, offloaded=row.policy is not None)
-        return found | ({} if self.deltas is None else self._take_deltas())
+        if self.deltas is not None:
+            found |= self._take_deltas()
+        return found | (self._traced(Path(row.trace)) if row.trace else {})
 
     def _take_deltas(self) -> dict[str, Any]:
         """Count the weights that one step changes; time how long it takes to hand them out."""
@@ -176,6 +181,23 @@ class Loop:
             changed += len(delta.values)
             nbytes += delta.values.nbytes + delta.indices.nbytes
         return {"changed": changed, "delta_bytes": nbytes, "take_s": time.perf_counter() - begin}
+
+    def _traced(self, folder: Path) -> dict[str, Any]:
+        """Trace the device; return how long compute had nothing to do in an iteration, and the longest time at once."""
+        activity = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[activity.CPU if self.device.type == "cpu" else activity.CUDA]) as prof:
+            self.iterate(3)
+            self.synchronize()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.row.name.replace(':', '-')}-{self.rank}.json.gz"
+        prof.export_chrome_trace(str(path))
+        streams: defaultdict[int, list[Any]] = defaultdict(list)
+        for event in read_trace(path)["traceEvents"]:
+            if event.get("cat") == "kernel":
+                streams[event["args"]["stream"]].append((event["ts"], event["ts"] + event["dur"]))
+        spans = sorted(max(streams.values(), key=len, default=[]))
+        idle_ms = [max(0.0, later[0] - one[1]) / 1e3 for one, later in itertools.pairwise(spans)]
+        return {"idle_ms": sum(idle_ms) / 3, "longest_idle_ms": max(idle_ms)} if idle_ms else {}
 
     def synchronize(self) -> None:
         if self.row.policy is not None:
@@ -307,7 +329,6 @@ def main(path: Path) -> None:
     if not on_cpu:
         torch.accelerator.set_device_index(rank)
         torch.zeros(1, device=device)  # the driver reads its variables now
-    had_ours = "fsdp_offload" in sys.modules
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
@@ -319,7 +340,6 @@ def main(path: Path) -> None:
     found |= {
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(device),
         "copy_queues": asked,
-        "imported_first": had_ours,
         "threads": torch.get_num_threads(),
         "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
         "row_s": time.perf_counter() - start_s,

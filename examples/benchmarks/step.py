@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,8 @@ class Implementation(StrEnum):
     FOREACH = "foreach"
 
 
-class Masters(StrEnum):
-    """Kinds of ``add_masters``."""
-
-    NONE = "none"
-    FP32 = "fp32"
-    REMAINDER = "remainder"
+Masters = Literal["none", "fp32", "remainder"]
+"""Kinds of ``add_masters``."""
 
 
 class AdamKind(StrEnum):
@@ -53,7 +49,7 @@ def measure(
     implementation: Annotated[Implementation, typer.Option(help="AdamW's implementation.")] = Implementation.FUSED,
     masters: Annotated[
         Masters, typer.Option(help="Masters that are added; parameters and gradients are in bf16 then.")
-    ] = Masters.NONE,
+    ] = "none",
     optimizer_kind: Annotated[
         AdamKind,
         typer.Option("--optimizer", help="torch's AdamW, or Transformer Engine's FusedAdam with masters of its own."),
@@ -66,7 +62,7 @@ def measure(
     device = bench_device()
     sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
     own_masters = optimizer_kind is AdamKind.TE
-    dtype = torch.bfloat16 if own_masters or masters is not Masters.NONE else torch.float32
+    dtype = torch.bfloat16 if own_masters or masters != "none" else torch.float32
     make_model = partial(sharded_model if sharded else plain_model, sizes, device, dtype)
     policy = OffloadPolicy(device_bytes=device_bytes_of(device_mib), bucket_bytes=bucket_mib * _MIB)
     model = make_model()
@@ -95,7 +91,7 @@ def measure(
         optimizer=optimizer_kind.value,
         implementation=implementation.value if optimizer_kind is AdamKind.ADAMW else None,
         dtype=str(dtype).removeprefix("torch."),
-        masters="its own" if own_masters else masters.value,
+        masters="its own" if own_masters else masters,
         sharded=sharded,
         state_bytes=report.memory.host_state_bytes,
         state_bytes_per_param=report.memory.host_state_bytes / sum(torch.Size(size).numel() for size in sizes),
@@ -146,8 +142,8 @@ def optimizer_maker(
     fused = implementation is Implementation.FUSED
     if kind is AdamKind.ADAMW:
         make = partial(torch.optim.AdamW, lr=1e-4, fused=fused, foreach=not fused)
-        return make if masters is Masters.NONE else lambda params: add_masters(make(params), masters.value)
-    if masters is not Masters.NONE:
+        return make if masters == "none" else lambda params: add_masters(make(params), masters)
+    if masters != "none":
         sys.exit("--optimizer te keeps masters of its own: leave out --masters.")
     return partial(_fused_adam(), lr=1e-4, master_weights=True)
 

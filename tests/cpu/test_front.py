@@ -19,6 +19,7 @@ from examples.benchmarks import front
 from examples.benchmarks.front import Row, compare, row_of
 from examples.benchmarks.front_row import HostTimes
 from examples.benchmarks.models import MODELS, Trained, build
+from examples.benchmarks.timeline import read_trace
 from fsdp_offload.device.copy_queues import VARIABLE
 
 COMMON = Row(
@@ -37,6 +38,7 @@ COMMON = Row(
     iterations=1,
     host=False,
     link=False,
+    trace="",
     ranks=1,
 )
 SMALL = ["--tokens", "24", "--warm", "3", "--iterations", "2"]
@@ -185,10 +187,9 @@ def test_each_row_trains_in_a_process_of_its_own_and_has_plain_bits(
 ) -> None:
     picture, policies = tmp_path / "front.svg", "iteration:bucket_bytes=65536:commits,parameters:deltas"
     options = ("--model", "llama-tiny", "--policies", policies, "--recompute", "1", "--host")
-    rows, costs, table = measured(capfd, monkeypatch, *options, "--picture", str(picture))
+    rows, costs, table = measured(capfd, monkeypatch, *options, "--picture", str(picture), "--trace", str(tmp_path))
     names = ["plain", *policies.split(","), "plain"]
     assert [row["row"] for row in rows] == costs == names
-    assert [row["imported_first"] for row in rows] == [False, True, True, False]
     assert all(row["same_losses"] and row["same_parameters"] for row in rows)
     assert 0 < rows[2]["changed"] <= rows[2]["params"]
     assert len(rows[0]["losses"][0]) == 3 + 2
@@ -203,6 +204,7 @@ def test_each_row_trains_in_a_process_of_its_own_and_has_plain_bits(
         assert 0 < ours["class_step_ms"] < ours["hooks_ms"] + ours["step_ms"]
     assert "host_parameter_bytes" in rows[2]
     assert rows[2]["host_parameter_bytes"] == 4 * rows[2]["params"]
+    assert all(read_trace(tmp_path / f"{name.replace(':', '-')}-0.json.gz")["traceEvents"] for name in names)
     header, *shown = table.splitlines()
     assert {"peak GB", "res GB", "freed GB"} <= set(re.split(r"  +", header.strip()))
     assert [line.split()[0] for line in shown[:4]] == names

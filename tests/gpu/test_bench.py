@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,7 @@ FRONT = ["machine", *["front"] * 4, *["front-cost"] * 4]
     ("arguments", "records"),
     [
         ("link --gib 0.25 --repeats 2", ["machine", "link", *["small-copies"] * 3, "pin"]),
-        (
-            "front --model lean-tiny --tokens 64 --warm 4 --iterations 2 --host --policies iteration,parameters",
-            FRONT,
-        ),
+        ("front --model lean-tiny --tokens 64 --warm 4 --iterations 2 --host --policies iteration,parameters", FRONT),
         ("step --params 3000000 --tensors 20 --bucket-mib 4 --repeats 2", STEP),
         ("step --params 300000 --tensors 7 --equal --no-sharded --implementation foreach", STEP),
         ("step --params 3000000 --bucket-mib 4 --repeats 2 --masters fp32", STEP),
@@ -51,12 +49,13 @@ def test_sleep(flags: str) -> None:
     assert all(record["freed_bytes"] >= record["moved_bytes"] for record in (resident, home))
 
 
-def test_a_row_of_the_front_has_its_memory_its_queues_and_plain_bits() -> None:
+def test_a_row_of_the_front_has_its_memory_its_queues_and_plain_bits(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    lines = bench("front --model llama-tiny --tokens 64 --warm 4 --iterations 2 --policies iteration")
+    options = f"--model llama-tiny --tokens 64 --warm 4 --iterations 2 --policies iteration --trace {tmp_path}"
+    lines = bench(f"front {options}")
     rows = [line for line in lines if line["bench"] == "front"]
     assert [row["copy_queues"] for row in rows] == ["default", "32", "default"]
-    assert [row["imported_first"] for row in rows] == [False, True, False]
     assert all(row["same_losses"] and row["same_parameters"] for row in rows)
     assert all(0 < row["peak_bytes"] <= row["reserved_bytes"] and "freed_bytes" in row for row in rows)
+    assert all(row["idle_ms"] > row["longest_idle_ms"] / 3 > 0 for row in rows)
     assert rows[0]["link"]["two_way_gb_per_s"] > 1
