@@ -31,7 +31,7 @@ from ..fsdp.fully_shard import dtypes_in_use, parameters_of
 from ..optimizers.bucket_update import BoundRange
 from ..policy import listed, tells
 from ..state.layout import params_of
-from .rows import PIECE_NUMEL, ROW, Sums, differing, gather, positions, read_sums, rows_of, sums
+from .rows import PIECE_NUMEL, ROW, Sums, compare, gather, positions, read_sums, rows_of, sums
 
 DENSE_ABOVE = 1 / 4
 """The changed share of a shard above which all of it is handed out."""
@@ -116,7 +116,7 @@ class _Step:
 
     def _compare(self, batch: Batch, both: Tensor) -> None:
         batch.copy(both[1])
-        found = [differing(both[0], both[1]), sums(both.flatten(0, 1), 2 * batch.numels)]
+        found = compare(both, batch.numels)
         pin = both.device.type != "cpu" and self._recorder.pins
         homes = [torch.empty(one.shape, dtype=one.dtype, pin_memory=pin) for one in found]
         torch._foreach_copy_(homes, found, non_blocking=True)

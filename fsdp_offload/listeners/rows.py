@@ -5,10 +5,11 @@ All of it is integer arithmetic modulo 2**64, which is the same on every device.
 """
 
 import functools
+import importlib
 import itertools
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,17 +64,21 @@ def _fold(words: Tensor) -> None:
     lower ^= upper
 
 
-def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
-    """Sum the rows of each part, of ``numels`` elements: ``[part, 2]`` as :class:`Sums`, with all parts before it."""
+def _hashes(rows: Tensor) -> Tensor:
+    """Hash each of ``rows``, of all dimensions but the last one."""
     # Sums of the words times numbers would not do: changes of their highest bits, signs of elements, would cancel out.
-    first, second = _multipliers(rows.shape[1] * rows.itemsize // 8, rows.device)
+    first, second = _multipliers(rows.shape[-1] * rows.itemsize // 8, rows.device)
     mixed = rows.view(torch.int64) * first
     _fold(mixed)
     mixed *= second
     _fold(mixed)
-    of_row = mixed.sum(1)
+    of_row: Tensor = mixed.sum(-1)
+    return of_row.view(-1)
+
+
+def _totals(of_row: Tensor, numels: Sequence[int]) -> Tensor:
     # Nor would hashes times row numbers: of rows with the same values, several places have the same sum of numbers.
-    placed = torch.cat([torch.arange(rows_of(numel), device=rows.device) for numel in numels])
+    placed = torch.cat([torch.arange(rows_of(numel), device=of_row.device) for numel in numels])
     placed *= _PLACE
     placed += of_row
     _fold(placed)
@@ -83,6 +88,30 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
     # Each in a scan of its own: on a GPU, one thread would add up a column of a matrix, in 50 ms.
     totals = [one.cumsum(0) for one in (of_row, placed)]
     return torch.stack([total[end - 1] for end in ends for total in totals]).view(-1, 2)
+
+
+def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
+    """Sum the rows of each part, of ``numels`` elements: ``[part, 2]`` as :class:`Sums`, with all parts before it."""
+    return _totals(_hashes(rows), numels)
+
+
+def compare(both: Tensor, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Compare the rows of parts, ``[before and after, row, element]``: see :func:`differing`; and sum both."""
+    kernel = _kernel() if both.device.type == "cuda" and both.itemsize in (2, 4) else None
+    if kernel is not None:
+        bits, of_row = kernel(both, _multipliers(both.shape[-1] * both.itemsize // 8, both.device))
+    else:
+        bits, of_row = differing(both[0], both[1]), _hashes(both)
+    return bits, _totals(of_row, [*numels, *numels])
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Return the kernel's launcher, which reads memory once where the formulas do ten times; ``None``: no Triton."""
+    try:
+        return importlib.import_module(".rows_kernel", __package__).compare
+    except ImportError:
+        return None
 
 
 def read_sums(found: Tensor, numels: Sequence[int]) -> list[Sums]:

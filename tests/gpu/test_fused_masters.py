@@ -11,6 +11,7 @@ from fsdp_offload.optimizers import masters
 from fsdp_offload.optimizers.masters import AdamWStep, MasterRange, is_exact
 from tests.parity import Zoo
 from tests.twins import Twins, make_twins
+from tests.unit.test_rows_of_weights import compare_by_kernel
 
 pytest.importorskip("triton")
 
@@ -145,3 +146,7 @@ def test_eager_code_and_kernel_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
         allowed[0] = turn % 2 == 0
         twins.train(1)
     twins.assert_trained()
+
+
+def test_the_kernel_of_weight_deltas_has_the_formulas() -> None:
+    compare_by_kernel("cuda")

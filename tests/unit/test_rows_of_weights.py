@@ -1,12 +1,17 @@
 """Bits of what differs, and sums that differ where anything does: also where bits of several words could cancel out."""
 
+import itertools
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from fsdp_offload.listeners import rows
 from fsdp_offload.listeners.rows import ROW, Sums, differing, gather, positions, read_sums, rows_of, sums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -44,8 +49,8 @@ def test_bits_and_sums_of_parts(dtype: torch.dtype) -> None:
 def test_sums_of_equal_rows_in_other_places() -> None:
     """Also where their numbers have the same sum."""
     one, other = torch.randn(2, 64)
-    for rows, turned in (("xyyx", "yxxy"), ("abba", "baab"), ("xyxyyxyx", "yxyxxyxy")):
-        old, new = (torch.cat([one if row in "xa" else other for row in each]) for each in (rows, turned))
+    for one_way, turned in (("xyyx", "yxxy"), ("abba", "baab"), ("xyxyyxyx", "yxyxxyxy")):
+        old, new = (torch.cat([one if row in "xa" else other for row in each]) for each in (one_way, turned))
         assert summed([old], torch.float32) != summed([new], torch.float32)
 
 
@@ -67,3 +72,21 @@ def test_sums_are_others(change: Callable[[Tensor], Tensor]) -> None:
     for _ in range(300):
         old = torch.randn(256).bfloat16()
         assert summed([old], old.dtype) != summed([change(old)], old.dtype)
+
+
+def compare_by_kernel(device: str) -> None:
+    """Compare its bits and hashes with those of the formulas."""
+    from fsdp_offload.listeners.rows_kernel import compare
+
+    for dtype, count in itertools.product((torch.bfloat16, torch.float16, torch.float32), (1, 31, 32, 77)):
+        old, new = torch.randn(2, count, ROW, device=device).to(dtype)
+        both = torch.stack((old, torch.where(torch.rand_like(new) < 0.1, new, old)))
+        bits, hashes = compare(both, rows._multipliers(ROW * both.itemsize // 8, both.device))
+        assert torch.equal(bits, differing(*both))
+        assert torch.equal(hashes, rows._hashes(both))
+
+
+def test_the_kernel_has_the_formulas() -> None:
+    pytest.importorskip("triton")
+    program = "from tests.unit.test_rows_of_weights import compare_by_kernel; compare_by_kernel('cpu')"
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
