@@ -143,7 +143,8 @@ class _Shard:
     is_dense: bool = False
 
     def add(self, piece: Piece, bits: Tensor, old: Sums, new: Sums) -> None:
-        self.is_dense |= self.sums.get(piece.start) != (piece.stop, old)
+        if self.sums.get(piece.start) != (piece.stop, old):
+            self.is_dense = True  # and never back: forget() may set it meanwhile
         if not self.is_dense:
             self.bits[piece.start] = self.bits[piece.start].bitwise_or_(bits) if piece.start in self.bits else bits
         self.sums[piece.start] = piece.stop, new  # last: behind an exception in between, all elements are handed out
@@ -207,7 +208,7 @@ class WeightDeltas:
 
     def forget(self) -> None:
         """Hand out all weights the next time: those that were handed out last have not arrived."""
-        for shard in self._recorder.shards.values():
+        for shard in [*self._recorder.shards.values()]:  # a merge may add some, which are dense
             shard.is_dense = True
 
     def __iter__(self) -> Iterator[WeightDelta]:
