@@ -176,7 +176,10 @@ class _Recorder:
     def add(self, records: list[tuple[Batch, Tensor, Tensor]], updated: Sequence[Mark]) -> None:
         """Add what a step that is complete has recorded, in a thread, once that is on the host."""
         self.wait_merged()
-        self._merging = self._thread.submit(self._merge, records, updated)
+        try:
+            self._merging = self._thread.submit(self._merge, records, updated)
+        except RuntimeError:  # the main thread has ended, and another one trains on; or there is no room for a thread
+            self._merge(records, updated)
 
     def wait_merged(self) -> None:
         """Wait for what the last step has recorded; raise what went wrong, once."""
