@@ -143,7 +143,8 @@ class _Shard:
     is_dense: bool = False
 
     def add(self, piece: Piece, bits: Tensor, old: Sums, new: Sums) -> None:
-        self.is_dense |= self.sums.get(piece.start) != (piece.stop, old)
+        if self.sums.get(piece.start) != (piece.stop, old):
+            self.is_dense = True  # and never back: forget() may set it meanwhile
         if not self.is_dense:
             self.bits[piece.start] = self.bits[piece.start].bitwise_or_(bits) if piece.start in self.bits else bits
         self.sums[piece.start] = piece.stop, new  # last: behind an exception in between, all elements are handed out
@@ -175,7 +176,10 @@ class _Recorder:
     def add(self, records: list[tuple[Batch, Tensor, Tensor]], updated: Sequence[Mark]) -> None:
         """Add what a step that is complete has recorded, in a thread, once that is on the host."""
         self.wait_merged()
-        self._merging = self._thread.submit(self._merge, records, updated)
+        try:
+            self._merging = self._thread.submit(self._merge, records, updated)
+        except RuntimeError:  # the main thread has ended, and another one trains on; or there is no room for a thread
+            self._merge(records, updated)
 
     def wait_merged(self) -> None:
         """Wait for what the last step has recorded; raise what went wrong, once."""
@@ -207,7 +211,7 @@ class WeightDeltas:
 
     def forget(self) -> None:
         """Hand out all weights the next time: those that were handed out last have not arrived."""
-        for shard in self._recorder.shards.values():
+        for shard in [*self._recorder.shards.values()]:  # a merge may add some, which are dense
             shard.is_dense = True
 
     def __iter__(self) -> Iterator[WeightDelta]:

@@ -167,6 +167,32 @@ def test_it_ends_with_its_object_or_its_offload(mesh: DeviceMesh) -> None:
     assert engine.contents.listeners == []
 
 
+def test_forget_while_a_step_is_merged(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas = weight_deltas(loop.optimizer)
+    once = iter([deltas.forget])
+
+    class Compared(dict[int, Any]):
+        def get(self, *args: Any) -> Any:
+            next(once, lambda: None)()
+            return super().get(*args)
+
+    for shard in deltas._recorder.shards.values():
+        shard.sums = Compared(shard.sums)
+    loop.train(1, first=1)
+    assert sum(len(one.indices) for one in deltas) == sum(param.numel() for param in loop.params)
+
+
+def test_steps_behind_the_end_of_the_main_thread(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas, before = weight_deltas(loop.optimizer), bits_of(loop)
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    loop.train(2, first=1)
+    for name, indices, values, _ in deltas:
+        before[name][indices] = values.view(torch.int16)
+    assert all(torch.equal(before[name], after) for name, after in bits_of(loop).items())
+
+
 def test_while_the_model_sleeps(mesh: DeviceMesh) -> None:
     loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
     deltas = weight_deltas(loop.optimizer)
