@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from ..api.wrapped import IF_NOT, attachment_of, optimizers_in
 from ..checkpoint.chunks import chunks_of, flat_index
 from ..device.lanes import Mark
+from ..device.worker import Worker
 from ..engine.engine import Engine
 from ..engine.homes import home_of
 from ..fsdp.dtensor import canonical_fqn, has_inner_tensors, local_shard, unseen
@@ -155,10 +156,10 @@ class _Recorder:
 
     stores_kept = False
 
-    def __init__(self, dtypes: dict[Tensor, torch.dtype], pins: bool) -> None:
+    def __init__(self, dtypes: dict[Tensor, torch.dtype], device: torch.device, pins: bool) -> None:
         self._dtypes, self.pins = dtypes, pins
         self.shards: dict[Tensor, _Shard] = {}
-        self._thread = ThreadPoolExecutor(1, "fsdp_offload deltas")  # 30 ms a step for 3 G elements
+        self._thread = Worker("fsdp_offload deltas", device)  # 30 ms a step for 3 G elements
         self._merging: Future[None] | None = None
 
     def begin(self) -> _Step:
@@ -176,10 +177,7 @@ class _Recorder:
     def add(self, records: list[tuple[Batch, Tensor, Tensor]], updated: Sequence[Mark]) -> None:
         """Add what a step that is complete has recorded, in a thread, once that is on the host."""
         self.wait_merged()
-        try:
-            self._merging = self._thread.submit(self._merge, records, updated)
-        except RuntimeError:  # the main thread has ended, and another one trains on; or there is no room for a thread
-            self._merge(records, updated)
+        self._merging = self._thread.submit(self._merge, records, updated)
 
     def wait_merged(self) -> None:
         """Wait for what the last step has recorded; raise what went wrong, once."""
@@ -375,4 +373,5 @@ def weight_deltas(optimizer: Optimizer) -> WeightDeltas:
             "them by an optimizer of their own, and compare them with a copy."
         )
     names = {param: canonical_fqn(model, name) for param, name in parameters_of(model).items()}
-    return WeightDeltas(first, engine, names, _Recorder(dtypes_in_use(model), engine.policy.pins(engine.device.type)))
+    recorder = _Recorder(dtypes_in_use(model), engine.device, engine.policy.pins(engine.device.type))
+    return WeightDeltas(first, engine, names, recorder)

@@ -14,7 +14,6 @@ import os
 import pickle
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from ..core.packing import place_homes
 from ..device.arena import Region
 from ..device.host_limits import check_host_memory, memory_is_replaced
 from ..device.lanes import Mark
+from ..device.worker import Worker
 from ..engine.engine import Engine, states_of
 from ..engine.homes import ArenaHome, home_of, versions_of
 from ..fsdp.dtensor import (
@@ -73,7 +73,7 @@ class Recoverable:
         self._optimizer, self._engine, self._model = weakref.ref(optimizer), weakref.ref(engine), attachment.model
         self.folder, self._core = folder, weakref.ref(engine.core)
         self.commits, self.extra = 0, None
-        self._writer = ThreadPoolExecutor(1, "fsdp_offload commits")
+        self._writer = Worker("fsdp_offload commits", engine.device)
         self._pending: Commit | None = None
         self._newest: Commit | None = None
         self._before = 0  # number of the newest commit when the last step began

@@ -107,7 +107,7 @@ def check(mesh: DeviceMesh, seed: int, folder: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore:offload_optimizer. ")
 def test_copies_live_until_the_store_that_reads_them_has_run(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "ThreadPoolExecutor", LateWriter)
+    monkeypatch.setattr(recovery, "Worker", LateWriter)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         loop = Committing(mesh, OffloadPolicy(), clips=False)
         loop.model.register_buffer("more", torch.ones(3))
@@ -131,7 +131,7 @@ def test_copies_live_until_the_store_that_reads_them_has_run(mesh: DeviceMesh, m
 def test_the_newest_commit_is_whole_wherever_training_is_killed(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "ThreadPoolExecutor", LateWriter)
+    monkeypatch.setattr(recovery, "Worker", LateWriter)
     found = []
     for seed in range(SEEDS):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:

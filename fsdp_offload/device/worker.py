@@ -1,0 +1,37 @@
+"""Runs calls in a thread that may wait for a device."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+
+class Worker:
+    """Runs calls one after the other in a thread of its own, which ends when this is dropped.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+        # At once: a wait in a thread without a device takes 500 MB of the first GPU, on each rank of the host.
+        self._pool.submit(_use, device).result()
+
+    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        """Run ``call`` in the thread; at once where the main thread has ended, behind which no call is accepted."""
+        try:
+            return self._pool.submit(call, *args)
+        except RuntimeError:
+            done = Future[None]()
+            try:
+                done.set_result(call(*args))  # type: ignore[func-returns-value]
+            except Exception as error:  # noqa: BLE001  # raised where the result is asked for
+                done.set_exception(error)
+            return done
+
+
+def _use(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
