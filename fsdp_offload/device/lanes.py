@@ -222,8 +222,8 @@ class TurnsLane(Lane):
         self._turn_bytes, self._calls = turn_bytes, calls
         self._next, self._done = torch.Stream(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
-        self._new_bytes = self._running_bytes = 0  # issued since the last mark; in ``_running``
-        self._running = deque[tuple[Mark, int]]()  # marks that have not been passed, and the bytes before each
+        self._new_bytes = 0  # issued since the last mark
+        self._running = deque[tuple[Mark, int]]()  # marks that may not have been passed, and the bytes before each
         if calls is not None:
             assert self._stream is not None
             self._handles: dict[torch.Stream | None, Any] = {
@@ -254,21 +254,20 @@ class TurnsLane(Lane):
     def mark(self, *, timed: bool = False) -> Mark:
         with self._in_use:
             mark = super().mark(timed=timed)
-            self._forget_passed()
             self._running.append((mark, self._new_bytes))
-            self._running_bytes, self._new_bytes = self._running_bytes + self._new_bytes, 0
+            self._new_bytes = 0
+            self._forget_passed()
             return mark
 
     def _forget_passed(self) -> None:
         while self._running and self._running[0][0].is_passed():
-            self._running_bytes -= self._running.popleft()[1]
+            self._running.popleft()
 
     @property
     def is_full(self) -> bool:
         with self._in_use:
-            if self._running_bytes >= QUEUED_PIECES * self._turn_bytes:
-                self._forget_passed()
-            return self._running_bytes >= QUEUED_PIECES * self._turn_bytes
+            self._forget_passed()
+            return sum([nbytes for _, nbytes in self._running]) >= QUEUED_PIECES * self._turn_bytes
 
     def _copy_by_calls(self, calls: CopyCalls, copies: Sequence[Copy], piece_bytes: int) -> None:
         """Issue the pieces of :func:`pieces_of` for flat, contiguous copies, without a tensor for each piece."""

@@ -16,7 +16,7 @@ class Worker:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._pool = ThreadPoolExecutor(1, name)
-        # At once: a wait in a thread without a device takes 500 MB of the first GPU, on each rank of the host.
+        # At once: a wait in a thread without a device may make a context on the first GPU, on each rank of the host.
         self._pool.submit(_use, device).result()
 
     def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:

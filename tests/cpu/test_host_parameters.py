@@ -102,7 +102,7 @@ class Turns(TurnsLane):
 
     def __init__(self, turn_bytes: int, calls: CopyCalls | None) -> None:
         self._in_use = threading.RLock()
-        self._piece_bytes = self._new_bytes = self._running_bytes = 0
+        self._piece_bytes = self._new_bytes = 0
         self._running: deque[tuple[Mark, int]] = deque()
         self._turn_bytes = turn_bytes
         self._calls, self._stream, self._handles = calls, None, {None: None}  # type: ignore[dict-item]
