@@ -5,7 +5,7 @@
 ``device_bytes`` and other fields of ``OffloadPolicy``, as in ``iteration:640MiB`` or
 ``iteration:2GiB:bucket_bytes=64MiB``, and ``recompute``, of this row alone, as in ``plain:recompute=4``; ``commits``:
 each step is committed to memory, to survive a kill; ``deltas``: the weights that a step changes are recorded.
-Plain training is the first row and the last one; the faster one counts.
+Plain training is the first row, and (``--again``) the last one; the faster one counts.
 
 JSON lines go to stdout, and a table for people to stderr, each line as soon as its row is measured. All its columns
 are of one iteration:
@@ -63,6 +63,7 @@ _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30}
 def measure(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "llama-3b",
     policies: Annotated[str, typer.Option(help="Rows between plain and plain.")] = "iteration iteration:640MiB",
+    again: Annotated[bool, typer.Option(help="Measure plain again at the end.")] = True,
     ranks: Annotated[int, typer.Option(help="Processes, one for each device.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences in a micro-batch of a rank.")] = 1,
     tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 4096,
@@ -113,7 +114,7 @@ def measure(
         trace="" if trace is None else str(trace.absolute()),
         ranks=ranks,
     )
-    names = ["plain", *re.split(r"[,\s]+", policies.strip()), "plain"]
+    names = ["plain", *re.split(r"[,\s]+", policies.strip()), *["plain"] * again]
     rows = [row_of(name, common) for name in names if name]
     found = []
     print(_line(list(_COLUMNS)), file=sys.stderr, flush=True)
