@@ -266,8 +266,12 @@ class TurnsLane(Lane):
     @property
     def is_full(self) -> bool:
         with self._in_use:
-            self._forget_passed()
-            return sum([nbytes for _, nbytes in self._running]) >= QUEUED_PIECES * self._turn_bytes
+            if self._is_full():
+                self._forget_passed()  # asks the driver, 1 us
+            return self._is_full()
+
+    def _is_full(self) -> bool:
+        return sum([nbytes for _, nbytes in self._running]) >= QUEUED_PIECES * self._turn_bytes
 
     def _copy_by_calls(self, calls: CopyCalls, copies: Sequence[Copy], piece_bytes: int) -> None:
         """Issue the pieces of :func:`pieces_of` for flat, contiguous copies, without a tensor for each piece."""
