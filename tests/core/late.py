@@ -29,6 +29,7 @@ from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine import whole
 from fsdp_offload.engine.engine import Engine
 from fsdp_offload.fsdp.dtensor import local_shard, version_of
+from fsdp_offload.listeners import deltas
 from fsdp_offload.optimizers.bucket_update import BoundRange
 from fsdp_offload.state.shard import StateShard
 from fsdp_offload.state.store import OwnCounters, adopt
@@ -71,7 +72,7 @@ class LateLanes(DeferredLanes):
 
 
 class Threads:
-    """The threads that update on the CPU, as queues: what they are given runs when somebody waits, or now and then."""
+    """Threads that update on the CPU or merge deltas, as queues: what they are given runs at a wait, or at times."""
 
     def __init__(self, world: World) -> None:
         self.world, self.queues = world, list[Queue]()
@@ -112,8 +113,8 @@ class Queue:
         if not self.given:
             return False
         function, (_, given), _ = self.given[0]
-        host: Any = function.__self__  # type: ignore[attr-defined]
-        return given.is_done if isinstance(given, Ended) else not host._buffers.empty()
+        buffers = getattr(function.__self__, "_buffers", None)  # type: ignore[attr-defined]  # of the CPU's updates
+        return given.is_done if isinstance(given, Ended) else buffers is None or not buffers.empty()
 
     def submit(self, function: Callable[..., Any], *args: Any) -> "Ended":
         ended = Ended(self.threads)
@@ -214,6 +215,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         patch.setattr(whole, "adopt", adopt_late)
         patch.setattr(attach, "HostUpdates", host_updates)
         patch.setattr(module, "ThreadPoolExecutor", threads.pool)
+        patch.setattr(deltas, "Worker", threads.pool)
         patch.setattr(Engine, "reduced", reduced_late)
         patch.setattr(Core, "step", step_late)
         patch.setattr(Core, "come", come_late)
