@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from .device.arena import Region, aligned
 from .device.host_limits import cores_of_rank
 from .device.lanes import Copy, EventMark, Mark, device_link, recorded
+from .device.worker import use
 from .fsdp.dtensor import local_shard
 from .optimizers import Capabilities
 from .optimizers.bucket_update import BoundRange, update_bucket
@@ -308,8 +309,7 @@ def _prepare_thread(device: torch.device) -> None:
 
     The threads of a kernel wait for each other. (H200, 16 cores: 240 ms with 16 threads, 203 with 15, 211 with 14.)
     """
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
+    use(device)
     usual, cores = torch.get_num_threads(), cores_of_rank()
     torch.set_num_threads(max(1, cores - max(1, cores // 8)))
     # That sets the number for this thread and later ones. A short thread restores that of later ones.

@@ -172,7 +172,7 @@ class Loop:
 
     def _take_deltas(self) -> dict[str, Any]:
         """Count the weights that one step changes; time how long it takes to hand them out."""
-        for _ in self.deltas:  # those of all steps until now
+        for _ in self.deltas:  # hands out what all steps until now have changed
             pass
         self.iterate(1)
         self.synchronize()

@@ -256,7 +256,8 @@ class TurnsLane(Lane):
             mark = super().mark(timed=timed)
             self._running.append((mark, self._new_bytes))
             self._new_bytes = 0
-            self._forget_passed()
+            if len(self._running) > 64:  # not each time: the driver needs 1 us to say which have been passed
+                self._forget_passed()
             return mark
 
     def _forget_passed(self) -> None:
@@ -267,7 +268,7 @@ class TurnsLane(Lane):
     def is_full(self) -> bool:
         with self._in_use:
             if self._is_full():
-                self._forget_passed()  # asks the driver, 1 us
+                self._forget_passed()
             return self._is_full()
 
     def _is_full(self) -> bool:

@@ -8,16 +8,12 @@ import torch
 
 
 class Worker:
-    """Runs calls one after the other in a thread of its own, which ends when this is dropped.
-
-    Raises:
-        RuntimeError: no thread can be started.
-    """
+    """Runs calls one after the other in a thread of its own, which ends when this is dropped."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         # At once: a wait in a thread without a device may make a context on the first GPU, on each rank of the host.
-        self._pool.submit(_use, device).result()
+        self._pool.submit(use, device).result()
 
     def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
         """Run ``call`` in the thread; at once where the main thread has ended, behind which no call is accepted."""
@@ -32,6 +28,7 @@ class Worker:
             return done
 
 
-def _use(device: torch.device) -> None:
+def use(device: torch.device) -> None:
+    """Make ``device`` the calling thread's."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)

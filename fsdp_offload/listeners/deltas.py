@@ -135,7 +135,7 @@ class _Shard:
     Attributes:
         sums: by the first element of each piece, its end and its sums after the last update.
         bits: by the first element of a piece, a bit per element, set if it has changed since the last iteration over
-            deltas; in memory that the update before has stored them to, so that a single step needs no copy.
+            deltas. It is the memory to which an update has stored them, so that a single step needs no copy.
         is_dense: other code has written the shard.
     """
 

@@ -5,20 +5,21 @@ All of it is integer arithmetic modulo 2**64, which is the same on every device.
 """
 
 import functools
-import importlib
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..optimizers.masters import kernel_in
 
 ROW = 64
 PIECE_NUMEL = 1 << 24
 """The most elements that are compared at once; for bf16, each takes 12 bytes on top of the first copy."""
 
-_WORD = 1 << 64
+_KERNEL, _WORD = f"{__package__}.rows_kernel", 1 << 64
 _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
 
@@ -65,7 +66,7 @@ def _fold(words: Tensor) -> None:
 
 
 def _hashes(rows: Tensor) -> Tensor:
-    """Hash each of ``rows``, of all dimensions but the last one."""
+    """Hash each row, which is the last dimension; in order."""
     # Sums of the words times numbers would not do: changes of their highest bits, signs of elements, would cancel out.
     first, second = _multipliers(rows.shape[-1] * rows.itemsize // 8, rows.device)
     mixed = rows.view(torch.int64) * first
@@ -97,21 +98,13 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
 
 def compare(both: Tensor, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Compare the rows of parts, ``[before and after, row, element]``: see :func:`differing`; and sum both."""
-    kernel = _kernel() if both.device.type == "cuda" and both.itemsize in (2, 4) else None
-    if kernel is not None:
-        bits, of_row = kernel(both, _multipliers(both.shape[-1] * both.itemsize // 8, both.device))
+    # The kernel reads memory once, the formulas ten times.
+    launch = kernel_in(_KERNEL) if both.device.type == "cuda" and both.itemsize in (2, 4) else None
+    if launch is not None:
+        bits, of_row = launch(both, _multipliers(both.shape[-1] * both.itemsize // 8, both.device))
     else:
         bits, of_row = differing(both[0], both[1]), _hashes(both)
     return bits, _totals(of_row, [*numels, *numels])
-
-
-@functools.cache
-def _kernel() -> Any:
-    """Return the kernel's launcher, which reads memory once where the formulas do ten times; ``None``: no Triton."""
-    try:
-        return importlib.import_module(".rows_kernel", __package__).compare
-    except ImportError:
-        return None
 
 
 def read_sums(found: Tensor, numels: Sequence[int]) -> list[Sums]:

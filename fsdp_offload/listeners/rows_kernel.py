@@ -10,10 +10,10 @@ from torch import Tensor
 _BLOCK = 32
 
 
-def compare(both: Tensor, multipliers: Tensor) -> tuple[Tensor, Tensor]:
+def launch(both: Tensor, multipliers: Tensor) -> tuple[Tensor, Tensor]:
     """Compare the rows ``both[0]`` and ``both[1]``, of elements of 2 or 4 bytes, on the current stream.
 
-    Returns the bits of :func:`rows.differing`, and :func:`rows.hashes` of all rows.
+    Returns the bits of :func:`rows.differing`, and the hash of each row, those of ``both[0]`` first.
     """
     _, rows, numel = both.shape
     elements = both.view(torch.int16 if both.itemsize == 2 else torch.int32)

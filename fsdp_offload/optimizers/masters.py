@@ -303,6 +303,7 @@ def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
 # differs, or without Triton, they do the work.
 
 _TRIED_NUMEL = 1 << 17
+_KERNEL = f"{__package__}.masters_kernel"
 _MOST_TRIALS = 32  # a schedule of betas or decay has new hyperparameters in every step
 
 
@@ -378,13 +379,13 @@ def update_master(step: AdamWStep, kind: MasterKind, part: MasterRange) -> None:
     """Update weights, masters and moments in place, on the current stream; the step counter stays."""
     if part.weights.numel():
         with torch.cuda.device(part.weights.device):
-            _kernel()(part, step, remainder=kind == "remainder")
+            kernel_in(_KERNEL)(part, step, remainder=kind == "remainder")
 
 
 @functools.cache
 def is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> bool:
     """Return whether the kernel gives the bits of the eager code on scratch tensors; blocks until they are compared."""
-    if _kernel() is None or is_exact.cache_info().currsize >= _MOST_TRIALS:
+    if kernel_in(_KERNEL) is None or is_exact.cache_info().currsize >= _MOST_TRIALS:
         return False
     try:
         one, other = (_scratch(kind, weights, grad, device) for _ in range(2))
@@ -437,9 +438,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Any:
-    """Return the kernel's launcher; ``None`` without Triton. Imported on use, since Triton imports slowly."""
+def kernel_in(module: str) -> Any:
+    """Return the launcher of ``module``'s Triton kernel; ``None`` without Triton, which is imported on use: slowly."""
     try:
-        return importlib.import_module(".masters_kernel", __package__).launch
+        return importlib.import_module(module).launch
     except ImportError:
         return None

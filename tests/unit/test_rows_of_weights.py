@@ -75,13 +75,13 @@ def test_sums_are_others(change: Callable[[Tensor], Tensor]) -> None:
 
 
 def compare_by_kernel(device: str) -> None:
-    """Compare its bits and hashes with those of the formulas."""
-    from fsdp_offload.listeners.rows_kernel import compare
+    """Compare the kernel's bits and hashes with those of the formulas."""
+    from fsdp_offload.listeners.rows_kernel import launch
 
     for dtype, count in itertools.product((torch.bfloat16, torch.float16, torch.float32), (1, 31, 32, 77)):
         old, new = torch.randn(2, count, ROW, device=device).to(dtype)
         both = torch.stack((old, torch.where(torch.rand_like(new) < 0.1, new, old)))
-        bits, hashes = compare(both, rows._multipliers(ROW * both.itemsize // 8, both.device))
+        bits, hashes = launch(both, rows._multipliers(ROW * both.itemsize // 8, both.device))
         assert torch.equal(bits, differing(*both))
         assert torch.equal(hashes, rows._hashes(both))
 
