@@ -284,7 +284,7 @@ class Engine:
         finally:  # also after an interrupt: all updates have been issued
             speculation.step_ended(scaler_decides(optimizer, kwargs))
         for heard in step.heard:
-            heard.committed([*core.updated.values()])
+            heard.committed()
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:

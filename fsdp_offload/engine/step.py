@@ -40,8 +40,8 @@ class Heard(Protocol):
     def update(self, ranges: Sequence[BoundRange], run: Callable[[], None]) -> None:
         """Call ``run``, which updates ``ranges`` on the current stream; their parameters are on the device."""
 
-    def committed(self, updated: Sequence[Mark]) -> None:
-        """Handle the end of the step, whose updates have run once the marks ``updated`` have passed."""
+    def committed(self) -> None:
+        """Handle the end of the step, whose last updates may not have run yet."""
 
 
 class Listener(Protocol):

@@ -11,7 +11,7 @@
 
 import itertools
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..api.wrapped import IF_NOT, attachment_of, optimizers_in
 from ..checkpoint.chunks import chunks_of, flat_index
-from ..device.lanes import Mark
+from ..device.lanes import Lanes, Mark
 from ..device.worker import Worker
 from ..engine.engine import Engine
 from ..engine.homes import home_of
@@ -32,7 +32,7 @@ from ..fsdp.fully_shard import dtypes_in_use, parameters_of
 from ..optimizers.bucket_update import BoundRange
 from ..policy import listed, tells
 from ..state.layout import params_of
-from .rows import PIECE_NUMEL, ROW, Sums, compare, gather, positions, read_sums, rows_of, sums
+from .rows import PIECE_NUMEL, ROW, Sums, compare, gather, merge, positions, read_sums, rows_of, sums
 
 DENSE_ABOVE = 1 / 4
 """The changed share of a shard above which all of it is handed out."""
@@ -118,14 +118,12 @@ class _Step:
     def _compare(self, batch: Batch, both: Tensor) -> None:
         batch.copy(both[1])
         found = compare(both, batch.numels)
-        pin = both.device.type != "cpu" and self._recorder.pins
-        homes = [torch.empty(one.shape, dtype=one.dtype, pin_memory=pin) for one in found]
-        torch._foreach_copy_(homes, found, non_blocking=True)
+        homes = self._recorder.store(found)
         batch.pieces = [piece._replace(flat=homes[0][:0]) for piece in batch.pieces]  # places go to others
         self._records.append((batch, homes[0], homes[1]))
 
-    def committed(self, updated: Sequence[Mark]) -> None:
-        self._recorder.add(self._records, updated)
+    def committed(self) -> None:
+        self._recorder.add(self._records)
 
 
 @dataclass(eq=False)
@@ -146,8 +144,10 @@ class _Shard:
     def add(self, piece: Piece, bits: Tensor, old: Sums, new: Sums) -> None:
         if self.sums.get(piece.start) != (piece.stop, old):
             self.is_dense = True  # and never back: forget() may set it meanwhile
-        if not self.is_dense:
-            self.bits[piece.start] = self.bits[piece.start].bitwise_or_(bits) if piece.start in self.bits else bits
+        if not self.is_dense and piece.start in self.bits:
+            merge(self.bits[piece.start], bits)
+        elif not self.is_dense:
+            self.bits[piece.start] = bits
         self.sums[piece.start] = piece.stop, new  # last: behind an exception in between, all elements are handed out
 
 
@@ -156,9 +156,10 @@ class _Recorder:
 
     stores_kept = False
 
-    def __init__(self, dtypes: dict[Tensor, torch.dtype], device: torch.device, pins: bool) -> None:
-        self._dtypes, self.pins = dtypes, pins
+    def __init__(self, dtypes: dict[Tensor, torch.dtype], lanes: Lanes, device: torch.device, pins: bool) -> None:
+        self._dtypes, self._lanes, self._pins = dtypes, lanes, pins
         self.shards: dict[Tensor, _Shard] = {}
+        self._stored = deque[tuple[Mark, Sequence[Tensor]]]()
         self._thread = Worker("fsdp_offload deltas", device)  # 30 ms a step for 3 G elements
         self._merging: Future[None] | None = None
 
@@ -174,10 +175,26 @@ class _Recorder:
         starts = itertools.accumulate(map(len, parts), initial=start)
         return [Piece(param, at, at + len(part), dtype, part) for at, part in zip(starts, parts, strict=False)]
 
-    def add(self, records: list[tuple[Batch, Tensor, Tensor]], updated: Sequence[Mark]) -> None:
+    def store(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """Copy tensors that the current stream has made to the host, in a lane in which nothing of a step waits.
+
+        In the update's lane, the next update would wait until the copy engine is done with stores of others.
+        """
+        lanes, down = self._lanes, self._lanes.down
+        pin = found[0].device.type != "cpu" and self._pins
+        homes = [torch.empty(one.shape, dtype=one.dtype, pin_memory=pin) for one in found]
+        lanes.made([*found, *homes], here := lanes.here())
+        down.wait(here.mark())  # R3: it has made them
+        down.copy([*zip(homes, found, strict=True)])
+        self._stored.append((down.mark(), found))  # R2: kept until they are copied, as other memory of their stream is
+        while self._stored and self._stored[0][0].is_passed():
+            self._stored.popleft()
+        return homes
+
+    def add(self, records: list[tuple[Batch, Tensor, Tensor]]) -> None:
         """Add what a step that is complete has recorded, in a thread, once that is on the host."""
         self.wait_merged()
-        self._merging = self._thread.submit(self._merge, records, updated)
+        self._merging = self._thread.submit(self._merge, records, self._lanes.down.mark())
 
     def wait_merged(self) -> None:
         """Wait for what the last step has recorded; raise what went wrong, once."""
@@ -185,9 +202,8 @@ class _Recorder:
         if merging is not None:
             merging.result()
 
-    def _merge(self, records: list[tuple[Batch, Tensor, Tensor]], updated: Sequence[Mark]) -> None:
-        for mark in updated:
-            mark.synchronize()  # R3, on the host
+    def _merge(self, records: list[tuple[Batch, Tensor, Tensor]], stored: Mark) -> None:
+        stored.synchronize()  # R3, on the host
         for batch, bits, both in records:
             found, number = read_sums(both, 2 * batch.numels), len(batch.numels)  # before the update, and behind it
             parts = bits.split([8 * rows_of(numel) for numel in batch.numels])
@@ -373,5 +389,6 @@ def weight_deltas(optimizer: Optimizer) -> WeightDeltas:
             "them by an optimizer of their own, and compare them with a copy."
         )
     names = {param: canonical_fqn(model, name) for param, name in parameters_of(model).items()}
-    recorder = _Recorder(dtypes_in_use(model), engine.device, engine.policy.pins(engine.device.type))
+    pins = engine.policy.pins(engine.device.type)
+    recorder = _Recorder(dtypes_in_use(model), engine.core.lanes, engine.device, pins)
     return WeightDeltas(first, engine, names, recorder)

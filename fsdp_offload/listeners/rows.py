@@ -126,6 +126,15 @@ def differing(old: Tensor, new: Tensor) -> Tensor:
     return words.to(torch.uint8).view(-1)
 
 
+def merge(bits: Tensor, others: Tensor) -> None:
+    """Set in ``bits`` what is set in ``others``, both on the host, by the calling thread alone."""
+    # Larger operations are split between torch's threads, which then spin until the next one: the bits of 3.2 G
+    # weights kept 18 of 32 cores busy.
+    parts = zip(bits.view(torch.int64).split(1 << 14), others.view(torch.int64).split(1 << 14), strict=True)
+    for one, other in parts:
+        one |= other
+
+
 def positions(bits: Tensor) -> Tensor:
     """Return the numbers of the bits that are 1, in order."""
     at = bits.nonzero().squeeze(1)
