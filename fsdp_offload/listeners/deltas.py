@@ -32,7 +32,7 @@ from ..fsdp.fully_shard import dtypes_in_use, parameters_of
 from ..optimizers.bucket_update import BoundRange
 from ..policy import listed, tells
 from ..state.layout import params_of
-from .rows import PIECE_NUMEL, ROW, Sums, compare, gather, merge, positions, read_sums, rows_of, sums
+from .rows import PIECE_NUMEL, ROW, Sums, compare, gather, merge, positions, rows_of, sums
 
 DENSE_ABOVE = 1 / 4
 """The changed share of a shard above which all of it is handed out."""
@@ -75,14 +75,11 @@ class Batch:
     pieces: list[Piece] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
 
-    def room(self, copies: int) -> Tensor:
-        """Take memory for copies of them."""
+    def copy(self) -> Tensor:
+        """Copy them into rows as they are now, in the current stream."""
         rows, like = sum(map(rows_of, self.numels)), self.pieces[0]
-        return torch.empty(copies, rows, ROW, dtype=like.dtype, device=like.flat.device)
-
-    def copy(self, rows: Tensor) -> Tensor:
-        """Copy them into ``rows`` as they are now, in the current stream."""
-        return gather([piece.flat for piece in self.pieces], rows)
+        made = torch.empty(rows, ROW, dtype=like.dtype, device=like.flat.device)
+        return gather([piece.flat for piece in self.pieces], made)
 
 
 def _batches(pieces: Sequence[Piece]) -> list[Batch]:
@@ -107,18 +104,14 @@ class _Step:
         with unseen():  # parameters may be watched
             locals_ = [(one, local_shard(one.param).detach()) for one in ranges if not has_inner_tensors(one.param)]
             cut = [self._recorder.cut(one.shard.param, one.start, flat.reshape(-1)) for one, flat in locals_]
-            batches = [(batch, batch.room(2)) for batch in _batches([*itertools.chain.from_iterable(cut)])]
-            for batch, (before, _) in batches:
-                batch.copy(before)
+            batches = [(batch, batch.copy()) for batch in _batches([*itertools.chain.from_iterable(cut)])]
         run()
         while batches:
             with unseen():
                 self._compare(*batches.pop(0))
 
-    def _compare(self, batch: Batch, both: Tensor) -> None:
-        batch.copy(both[1])
-        found = compare(both, batch.numels)
-        homes = self._recorder.store(found)
+    def _compare(self, batch: Batch, before: Tensor) -> None:
+        homes = self._recorder.store(compare(before, [piece.flat for piece in batch.pieces]))
         batch.pieces = [piece._replace(flat=homes[0][:0]) for piece in batch.pieces]  # places go to others
         self._records.append((batch, homes[0], homes[1]))
 
@@ -205,10 +198,9 @@ class _Recorder:
     def _merge(self, records: list[tuple[Batch, Tensor, Tensor]], stored: Mark) -> None:
         stored.synchronize()  # R3, on the host
         for batch, bits, both in records:
-            found, number = read_sums(both, 2 * batch.numels), len(batch.numels)  # before the update, and behind it
             parts = bits.split([8 * rows_of(numel) for numel in batch.numels])
-            for piece, part, *its_sums in zip(batch.pieces, parts, found[:number], found[number:], strict=True):
-                self.shards.setdefault(piece.param, _Shard({})).add(piece, part, *its_sums)
+            for piece, part, *its_sums in zip(batch.pieces, parts, *both.tolist(), strict=True):
+                self.shards.setdefault(piece.param, _Shard({})).add(piece, part, *itertools.starmap(Sums, its_sums))
 
 
 class WeightDeltas:
@@ -296,10 +288,8 @@ class WeightDeltas:
                 cuts = [cut(param, start, flat[start:stop]) for start, stop in ranges.get(param) or [(0, len(flat))]]
                 measured[param] = [*itertools.chain.from_iterable(cuts)], {}
             for batch in _batches([piece for pieces, _ in measured.values() for piece in pieces]):
-                rows = batch.copy(batch.room(1)[0])
-                found = read_sums(sums(rows, batch.numels).cpu(), batch.numels)
-                for piece, its_sums in zip(batch.pieces, found, strict=True):
-                    measured[piece.param][1][piece.start] = piece.stop, its_sums
+                for piece, its_sums in zip(batch.pieces, sums(batch.copy(), batch.numels).tolist(), strict=True):
+                    measured[piece.param][1][piece.start] = piece.stop, Sums(*its_sums)
         return measured
 
 

@@ -19,11 +19,11 @@ ROW = 64
 PIECE_NUMEL = 1 << 24
 """The most elements that are compared at once; for bf16, each takes 12 bytes on top of the first copy."""
 
-_KERNEL, _WORD = f"{__package__}.rows_kernel", 1 << 64
+_KERNEL, _OF_KERNEL = f"{__package__}.rows_kernel", (torch.float32, torch.bfloat16, torch.float16)
 _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
 
-_PLACE, _SCATTER = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
+OF_PLACES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
 
 class Sums(NamedTuple):
@@ -77,41 +77,35 @@ def _hashes(rows: Tensor) -> Tensor:
     return of_row.view(-1)
 
 
-def _totals(of_row: Tensor, numels: Sequence[int]) -> Tensor:
+def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
+    """Sum the rows of each part, of ``numels`` elements: int64 ``[part, 2]``, the last being :class:`Sums`."""
+    of_row = _hashes(rows)
     # Nor would hashes times row numbers: of rows with the same values, several places have the same sum of numbers.
     placed = torch.cat([torch.arange(rows_of(numel), device=of_row.device) for numel in numels])
-    placed *= _PLACE
+    placed *= OF_PLACES[0]
     placed += of_row
     _fold(placed)
-    placed *= _SCATTER
+    placed *= OF_PLACES[1]
     _fold(placed)
     ends = [*itertools.accumulate(map(rows_of, numels))]
     # Each in a scan of its own: on a GPU, one thread would add up a column of a matrix, in 50 ms.
     totals = [one.cumsum(0) for one in (of_row, placed)]
-    return torch.stack([total[end - 1] for end in ends for total in totals]).view(-1, 2)
+    so_far = torch.stack([total[end - 1] for end in ends for total in totals]).view(-1, 2)
+    return so_far.diff(dim=0, prepend=so_far.new_zeros(1, 2))
 
 
-def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
-    """Sum the rows of each part, of ``numels`` elements: ``[part, 2]`` as :class:`Sums`, with all parts before it."""
-    return _totals(_hashes(rows), numels)
+def compare(old: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compare ``old`` rows, which :func:`gather` has made of flat ``parts``, with those of ``parts`` as they are now.
 
-
-def compare(both: Tensor, numels: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Compare the rows of parts, ``[before and after, row, element]``: see :func:`differing`; and sum both."""
-    # The kernel reads memory once, the formulas ten times.
-    launch = kernel_in(_KERNEL) if both.device.type == "cuda" and both.itemsize in (2, 4) else None
-    if launch is not None:
-        bits, of_row = launch(both, _multipliers(both.shape[-1] * both.itemsize // 8, both.device))
-    else:
-        bits, of_row = differing(both[0], both[1]), _hashes(both)
-    return bits, _totals(of_row, [*numels, *numels])
-
-
-def read_sums(found: Tensor, numels: Sequence[int]) -> list[Sums]:
-    """Make of what :func:`sums` has found, on the host by now, the sums of each part."""
-    totals = [(0, 0), *found.tolist()]
-    assert len(totals) == len(numels) + 1
-    return [Sums((a - c) % _WORD, (b - d) % _WORD) for (c, d), (a, b) in itertools.pairwise(totals)]
+    Returns what :func:`differing` does, and int64 ``[before and after, part, 2]``, the last being :class:`Sums`.
+    """
+    is_float = all(part.dtype in _OF_KERNEL for part in (old, *parts))
+    launch = kernel_in(_KERNEL) if old.device.type == "cuda" and is_float else None
+    if launch is not None:  # it reads memory once, the formulas ten times
+        found: tuple[Tensor, Tensor] = launch(old, parts, _multipliers(ROW * old.itemsize // 8, old.device), OF_PLACES)
+        return found
+    new, numels = gather(parts, torch.empty_like(old)), [part.numel() for part in parts]
+    return differing(old, new), torch.stack([sums(old, numels), sums(new, numels)])
 
 
 def differing(old: Tensor, new: Tensor) -> Tensor:

@@ -2,28 +2,49 @@
 # mypy: ignore-errors
 # Triton gives annotations and names its own meaning.
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 32
+_ROWS, _TURNS = 32, 4
+"""Rows that a program reads at once, and how many times: then it adds its sums to those of the others."""
 
 
-def launch(both: Tensor, multipliers: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare the rows ``both[0]`` and ``both[1]``, of elements of 2 or 4 bytes, on the current stream.
+def launch(
+    old: Tensor, parts: Sequence[Tensor], multipliers: Tensor, of_places: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Compare ``old`` rows, of elements of 2 or 4 bytes, with flat float ``parts``, on the current stream.
 
-    Returns the bits of :func:`rows.differing`, and the hash of each row, those of ``both[0]`` first.
+    It reads ``parts`` once, in their own dtype. Returns what :func:`rows.compare` does.
     """
-    _, rows, numel = both.shape
-    elements = both.view(torch.int16 if both.itemsize == 2 else torch.int32)
-    bits = torch.empty(rows * numel // 8, dtype=torch.uint8, device=both.device)
-    hashes = torch.empty(2 * rows, dtype=torch.int64, device=both.device)
-    words, width = both.view(torch.int64), multipliers.shape[1]
-    _compare[(triton.cdiv(rows, _BLOCK),)](
-        elements, words, multipliers, bits, hashes, rows, numel=numel, width=width, block=_BLOCK
-    )
-    return bits, hashes
+    (rows, numel), itemsize, device = old.shape, old.itemsize, old.device
+    bits = torch.empty(rows * numel // 8, dtype=torch.uint8, device=device)
+    sums = torch.zeros(2, len(parts), 2, dtype=torch.int64, device=device)
+    begin = 0
+    for number, part in enumerate(parts):
+        count = triton.cdiv(part.numel(), numel)
+        _compare[(triton.cdiv(count, _ROWS * _TURNS),)](
+            part,
+            old[begin:],
+            multipliers,
+            bits[begin * numel // 8 :],
+            sums[:, number],
+            part.numel(),
+            count,
+            ragged=part.numel() % numel != 0,
+            apart=2 * len(parts),
+            numel=numel,
+            bits_each=8 * itemsize,
+            place=of_places[0],
+            scatter=of_places[1],
+            block=_ROWS,
+            turns=_TURNS,
+        )
+        begin += count
+    return bits, sums
 
 
 @triton.jit
@@ -32,27 +53,63 @@ def _fold(word):
 
 
 @triton.jit
+def _hashes(elements, multipliers, block: tl.constexpr, numel: tl.constexpr, bits_each: tl.constexpr):
+    each: tl.constexpr = 64 // bits_each
+    width: tl.constexpr = numel // each
+    parts = tl.reshape(elements.to(tl.int64) & ((1 << bits_each) - 1), [block, width, each])
+    words = tl.sum(parts << (tl.arange(0, each) * bits_each)[None, None, :], 2)
+    column = tl.arange(0, width)
+    first, second = tl.load(multipliers + column)[None, :], tl.load(multipliers + width + column)[None, :]
+    return tl.sum(_fold(_fold(words * first) * second), 1)
+
+
+@triton.jit(do_not_specialize=["length", "count"])
 def _compare(
-    elements,
-    words,
+    part,
+    old,
     multipliers,
     bits,
-    hashes,
-    rows,
+    sums,
+    length,
+    count,
+    ragged: tl.constexpr,
+    apart: tl.constexpr,
     numel: tl.constexpr,
-    width: tl.constexpr,
+    bits_each: tl.constexpr,
+    place: tl.constexpr,
+    scatter: tl.constexpr,
     block: tl.constexpr,
+    turns: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside, column = (row < rows)[:, None], tl.arange(0, width)
-    first, second = tl.load(multipliers + column)[None, :], tl.load(multipliers + width + column)[None, :]
-    for side in tl.static_range(2):
-        at = (side * rows + row)[:, None] * width + column[None, :]
-        mixed = _fold(_fold(tl.load(words + at, mask=inside, other=0) * first) * second)
-        tl.store(hashes + side * rows + row, tl.sum(mixed, 1), mask=row < rows)
-    at = row[:, None] * numel + tl.arange(0, numel)[None, :]
-    old, new = tl.load(elements + at, mask=inside, other=0), tl.load(elements + rows * numel + at, mask=inside, other=0)
-    eights = tl.reshape((old != new).to(tl.int32), [block, numel // 8, 8])
-    packed = tl.sum(eights << tl.arange(0, 8)[None, None, :], 2)
-    at = row[:, None] * (numel // 8) + tl.arange(0, numel // 8)[None, :]
-    tl.store(bits + at, packed.to(tl.uint8), mask=inside)
+    kind: tl.constexpr = tl.int16 if bits_each == 16 else tl.int32
+    old_hashes = tl.zeros([block], tl.int64)
+    new_hashes, old_placed, new_placed = old_hashes, old_hashes, old_hashes
+    for turn in tl.static_range(turns):
+        row = (tl.program_id(0).to(tl.int64) * turns + turn) * block + tl.arange(0, block)
+        here = row < count
+        at = row[:, None] * numel + tl.arange(0, numel)[None, :]
+        before = tl.load(old + at, mask=here[:, None], other=0.0)
+        if ragged:
+            after = tl.load(part + at, mask=at < length, other=0.0)
+        else:  # several elements at once
+            after = tl.load(part + at, mask=here[:, None], other=0.0)
+        if before.dtype == tl.bfloat16 and after.dtype != tl.bfloat16:  # to the nearest; Triton's interpreter cannot
+            word = after.to(tl.float32).to(tl.uint32, bitcast=True)
+            after = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).to(tl.int16)
+        else:
+            after = after.to(before.dtype).to(kind, bitcast=True)
+        before = before.to(kind, bitcast=True)
+        eights = tl.reshape((before != after).to(tl.int32), [block, numel // 8, 8])
+        packed = tl.sum(eights << tl.arange(0, 8)[None, None, :], 2)
+        at = row[:, None] * (numel // 8) + tl.arange(0, numel // 8)[None, :]
+        tl.store(bits + at, packed.to(tl.uint8), mask=here[:, None])
+        one = _hashes(before, multipliers, block, numel, bits_each)
+        other = _hashes(after, multipliers, block, numel, bits_each)
+        old_hashes += one  # rows of zeros, those that are not here, have hashes of 0
+        new_hashes += other
+        old_placed += tl.where(here, _fold(_fold(row * place + one) * scatter), 0)
+        new_placed += tl.where(here, _fold(_fold(row * place + other) * scatter), 0)
+    tl.atomic_add(sums, tl.sum(old_hashes), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum(old_placed), sem="relaxed")
+    tl.atomic_add(sums + apart, tl.sum(new_hashes), sem="relaxed")
+    tl.atomic_add(sums + apart + 1, tl.sum(new_placed), sem="relaxed")

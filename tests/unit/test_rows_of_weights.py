@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.listeners import rows
-from fsdp_offload.listeners.rows import ROW, Sums, differing, gather, positions, read_sums, rows_of, sums
+from fsdp_offload.listeners.rows import ROW, Sums, differing, gather, positions, rows_of, sums
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -22,8 +22,7 @@ def copied(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def summed(parts: list[Tensor], dtype: torch.dtype) -> list[Sums]:
-    numels = [part.numel() for part in parts]
-    return read_sums(sums(copied(parts, dtype), numels), numels)
+    return [Sums(*one) for one in sums(copied(parts, dtype), [part.numel() for part in parts]).tolist()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,15 +74,20 @@ def test_sums_are_others(change: Callable[[Tensor], Tensor]) -> None:
 
 
 def compare_by_kernel(device: str) -> None:
-    """Compare the kernel's bits and hashes with those of the formulas."""
+    """Compare the kernel's bits and sums with those of the formulas."""
     from fsdp_offload.listeners.rows_kernel import launch
 
-    for dtype, count in itertools.product((torch.bfloat16, torch.float16, torch.float32), (1, 31, 32, 77)):
-        old, new = torch.randn(2, count, ROW, device=device).to(dtype)
-        both = torch.stack((old, torch.where(torch.rand_like(new) < 0.1, new, old)))
-        bits, hashes = launch(both, rows._multipliers(ROW * both.itemsize // 8, both.device))
-        assert torch.equal(bits, differing(*both))
-        assert torch.equal(hashes, rows._hashes(both))
+    drawn = random.Random(0)
+    for own, used in itertools.product((torch.bfloat16, torch.float16, torch.float32), repeat=2):
+        sizes = [drawn.choice([1, 63, 64, 65, 2048, 8192, 8193, 20000]) for _ in range(3)]
+        parts = [torch.randn(size, device=device).to(own) for size in sizes]
+        old = gather(parts, torch.empty(sum(map(rows_of, sizes)), ROW, dtype=used, device=device))
+        for part in parts:
+            part += (torch.rand_like(part) < 0.1).to(own)
+        bits, totals = launch(old, parts, rows._multipliers(ROW * old.itemsize // 8, old.device), rows.OF_PLACES)
+        new = gather(parts, torch.empty_like(old))
+        assert torch.equal(bits, differing(old, new))
+        assert torch.equal(totals, torch.stack([sums(old, sizes), sums(new, sizes)]))
 
 
 def test_the_kernel_has_the_formulas() -> None:
