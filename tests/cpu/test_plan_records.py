@@ -240,8 +240,9 @@ LINES = {  # the last row of each training
     if line["row"] == "plain" and line["model"] in ("lean", "llama-3b-32k", "llama-8b")
 } | {
     (line["model"], line["ranks"], line["recomputed"], line["row"]): line
-    for line in front_of("2026-11-30-h200-recompute")
-    if line["recomputed"]
+    for name in ("2026-11-30-h200-recompute", "2026-11-30-h200-queue")
+    for line in front_of(name)
+    if line["recomputed"] and (line["row"] == "plain" or (line["row"] == "iteration" and line["model"] != "llama-8b"))
 }
 
 
