@@ -10,11 +10,11 @@ CPU's update has ended.
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
 
+import bisect
 import functools
 import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
@@ -223,7 +223,7 @@ class TurnsLane(Lane):
         self._next, self._done = torch.Stream(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
         self._new_bytes = 0  # issued since the last mark
-        self._running = deque[tuple[Mark, int]]()  # marks that may not have been passed, and the bytes before each
+        self._running = list[tuple[Mark, int]]()  # marks that may not have been passed, and the bytes before each
         if calls is not None:
             assert self._stream is not None
             self._handles: dict[torch.Stream | None, Any] = {
@@ -256,13 +256,13 @@ class TurnsLane(Lane):
             mark = super().mark(timed=timed)
             self._running.append((mark, self._new_bytes))
             self._new_bytes = 0
-            if len(self._running) > 64:  # not each time: the driver needs 1 us to say which have been passed
+            if len(self._running) > 64:  # not each time: each question to the driver takes 5 us
                 self._forget_passed()
             return mark
 
     def _forget_passed(self) -> None:
-        while self._running and self._running[0][0].is_passed():
-            self._running.popleft()
+        passed = bisect.bisect(self._running, 0, key=lambda one: not one[0].is_passed())  # in the order of the lane
+        del self._running[:passed]
 
     @property
     def is_full(self) -> bool:

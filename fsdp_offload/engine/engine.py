@@ -837,10 +837,13 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
 
 def find_offloaded(optimizer: object) -> Optimizer | None:
     """Return the offloaded optimizer that ``optimizer`` is or wraps; ``None`` if there is none."""
-    target = optimizer
-    while target is not None and engine_of(target) is None:
+    target, seen = optimizer, set[int]()
+    while target is not None and id(target) not in seen:  # two may hold each other
+        if engine_of(target) is not None:
+            return target if isinstance(target, Optimizer) else None
+        seen.add(id(target))
         target = inside(target)
-    return target if isinstance(target, Optimizer) else None
+    return None
 
 
 def inside(wrapper: object) -> Optimizer | None:

@@ -30,6 +30,13 @@ def offloaded() -> Optimizer:
     return offload_optimizer(plain())
 
 
+def each_other() -> Optimizer:
+    """Make two that would be each other's wrapper."""
+    one, other = plain(), plain()
+    one.optimizer, other.optimizer = other, one  # type: ignore[attr-defined]
+    return one
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "model": lambda: nn.Linear(5, 3),
@@ -43,6 +50,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "models": lambda: [nn.Linear(5, 3)],
     "nested": lambda: [[offloaded()]],
     "plain": plain,
+    "each other": each_other,
     "plain list": lambda: [plain(), plain()],
     "plain chain": lambda: Loop(False).optimizer,
     "offloaded": offloaded,
@@ -51,7 +59,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "chain": lambda: Loop(True).optimizer,
     "scheduler": lambda: torch.optim.lr_scheduler.ConstantLR(offloaded()),
 }
-PLAIN = {"plain", "plain list", "plain chain"}
+ONE = {"plain", "each other"}
+PLAIN = {*ONE, "plain list", "plain chain"}
 OFFLOADED = {"offloaded", "list", "tuple", "chain", "scheduler"}  # a scheduler is looked through, as any wrapper is
 ATTACHED = {"plain", "plain chain", "offloaded", "chain"}
 
@@ -73,7 +82,7 @@ CALLS: dict[str, tuple[set[str], Call]] = {
     "OffloadPolicy": (set(), lambda make, x: make(x)),
     "OffloadReport": (set(), lambda make, x: make(x)),
     "OffloadedOptimizer": (set(), lambda make, x: make(x)),
-    "add_masters": ({"plain"}, lambda call, x: call(x)),
+    "add_masters": (ONE, lambda call, x: call(x)),
     "clip_grad_norm_": (PLAIN | OFFLOADED, lambda call, x: call(x, 1.0)),
     "is_offloaded": (PLAIN | OFFLOADED, lambda call, x: call(x)),
     "materialize_on_host": ({"model"}, lambda call, x: call(x)),
@@ -100,7 +109,7 @@ CALLS: dict[str, tuple[set[str], Call]] = {
     "lightning.OffloadCallback": ({"None"}, lambda make, x: make(x)),
     "plain_values.policy_from": ({"None"}, lambda call, x: call(x)),
     "plain_values.offload": (ATTACHED, lambda call, x: call(x, None, None)),
-    "plain_values.model_of": ({"plain", "offloaded"}, lambda call, x: call(x, [])),
+    "plain_values.model_of": ({*ONE, "offloaded"}, lambda call, x: call(x, [])),
     "plain_values.metrics_of": (PLAIN | {"offloaded", "tuple", "scheduler"}, lambda call, x: call(x)),
     "plain_values.metrics_of_each": (
         {"plain list", "list", "tuple", "nested", "empty list"},
