@@ -155,6 +155,7 @@ class _Recorder:
         self._stored = deque[tuple[Mark, Sequence[Tensor]]]()
         self._thread = Worker("fsdp_offload deltas", device)  # 30 ms a step for 3 G elements
         self._merging: Future[None] | None = None
+        self.problem: Exception | None = None
 
     def begin(self) -> _Step:
         return _Step(self)
@@ -190,10 +191,13 @@ class _Recorder:
         self._merging = self._thread.submit(self._merge, records, self._lanes.down.mark())
 
     def wait_merged(self) -> None:
-        """Wait for what the last step has recorded; raise what went wrong, once."""
+        """Wait for what the last step has recorded, and keep what went wrong: that step is complete."""
         merging, self._merging = self._merging, None
-        if merging is not None:
-            merging.result()
+        try:
+            if merging is not None:
+                merging.result()
+        except Exception as error:  # noqa: BLE001  # raised where deltas are read
+            self.problem = error
 
     def _merge(self, records: list[tuple[Batch, Tensor, Tensor]], stored: Mark) -> None:
         stored.synchronize()  # R3, on the host
@@ -225,7 +229,8 @@ class WeightDeltas:
 
         Raises:
             RuntimeError: the backward has updated, and ``step()`` has not been called; an exception has left weights
-                half updated; parameters are asleep, or are others; the optimizer is not offloaded any more.
+                half updated; parameters are asleep, or are others; the optimizer is not offloaded any more; a step
+                could not be recorded.
         """
         engine, attachment = self._engine(), attachment_of(self._optimizer())
         if engine is None or attachment is None or attachment.engine is not engine or not self.close.alive:
@@ -243,6 +248,12 @@ class WeightDeltas:
         """List parameters that have changed: the elements that have, ``None`` being all, and their values."""
         recorder, present = self._recorder, self._measure(engine)
         recorder.wait_merged()
+        problem, recorder.problem = recorder.problem, None
+        if problem is not None:
+            raise RuntimeError(
+                "weight_deltas: what a step has changed could not be recorded (see the cause). Iterate again: weights "
+                "without a record are handed out whole."
+            ) from problem
         taken: list[tuple[Tensor, Tensor | None, Tensor]] = []
         for param, (pieces, its_sums) in present.items():
             shard = recorder.shards.get(param, _Shard({}))

@@ -825,6 +825,7 @@ ELSEWHERE = {
         "offload_policyoffload_metrics",
     ),
     "tests/cpu/test_weight_deltas.py": (
+        "weights without a record are handed out whole",
         "optimizers; give one at a time",
         "moves as a whole, and its own step updates all weights at once",
         "from which forwards compute weights",

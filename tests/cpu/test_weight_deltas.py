@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdp_offload import clip_grad_norm_, offload_model, offload_report, reload_model, remove_offload
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.listeners import WeightDelta, WeightDeltas, weight_deltas
+from fsdp_offload.listeners import deltas as deltas_module
 from tests.overlapping import EVERY_POLICY, Loop, Net, adamw, policy_of
 from tests.parity import attach, fail_in_bucket, local
 from tests.remedies import Unlisted
@@ -231,6 +232,31 @@ def test_it_may_begin_and_be_read_in_a_forward(mesh: DeviceMesh, fields: dict[st
     after, expected = bits_of(loop), bits_of(plain)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(torch.equal(expected[name], after[name]) for name in before)
+
+
+def test_a_record_that_fails_is_raised_where_deltas_are_read(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that it is of is complete; then all weights without a record are handed out, and the next step's few."""
+    loop = Loop(mesh, slow, policy_of({}), net=half)
+    deltas = weight_deltas(loop.optimizer)
+    add, calls = deltas_module._Shard.add, []
+
+    def fail(shard: object, *args: object) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        add(shard, *args)  # type: ignore[arg-type]
+
+    before = bits_of(loop)
+    monkeypatch.setattr(deltas_module._Shard, "add", fail)
+    loop.train(2)
+    with pytest.raises(RuntimeError, match="Iterate again"):
+        list(deltas)
+    for name, indices, values, _ in deltas:
+        before[name][indices] = values.view(torch.int16)
+    after = bits_of(loop)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    loop.train(1, first=2)
+    assert not all(delta.dense for delta in deltas)
 
 
 def test_what_it_refuses(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
