@@ -21,8 +21,17 @@ import rich.console
 import rich.progress
 import typer
 
-from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
-from .fuse.presets import preset_lines
+from .core.text import (
+    NEED_EXTRA,
+    CheckpointError,
+    check_patterns,
+    counted,
+    is_excluded,
+    natural_order,
+    parse_bytes,
+    printable,
+)
+from .fuse.presets import preset_names, preset_text
 from .stored.storage import TORCH_SUFFIXES, is_file_of
 
 if TYPE_CHECKING:
@@ -222,7 +231,7 @@ def _diff(
     if key_prefix:
         first, second = diff.without_prefix(first, second, key_prefix)
     gc.freeze()  # spare collections the metadata, which stay to the end and may be millions of objects
-    all_keys = diff.all_keys(first, second)
+    all_keys = sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
     check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
     differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, progress)
@@ -234,7 +243,9 @@ def _diff(
         if differences:
             _say_table(diff.as_table(differences))
         _say_notes(notes)
-        _say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
+        how = "within the tolerance" if rtol or atol else "bit by bit"
+        of_keys = counted(len(keys), "key")
+        _say(f"different: {len(differences):,} of {of_keys}" if differences else f"the same: {of_keys}, {how}")
     raise typer.Exit(1 if differences else 0)
 
 
@@ -426,7 +437,8 @@ def _of_all_commands(
     pass
 
 
-_PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name:24}{line}" for name, line in preset_lines().items())
+_PURPOSES = {name: preset_text(name).partition("\n")[0].removeprefix("# ") for name in preset_names()}
+_PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name:24}{line}" for name, line in _PURPOSES.items())
 for _command in (_inspect, _verify, _seal, _diff, _exchange("split"), _exchange("merge"), _rename, _convert):
     _name = _command.__name__.strip("_")
     app.command(_name, help=_HELP[_name], epilog=_PRESETS if _name in ("split", "merge") else None)(
