@@ -43,7 +43,7 @@ from .names import (
 )
 from .plain import keeps_state, load_plain, on_device, seen, to_load_into
 from .planners import LEFT
-from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
+from .shard_tensor import ShardTensor, memory_of, needs_chunks, with_chunks
 
 _OPTIONS = "Of StateDictOptions, {} are arguments of their own; for the others call torch's function."
 
@@ -262,8 +262,14 @@ def _as_loaded(param: Tensor, value: Tensor, kept: object, *, is_full: bool) -> 
     if not is_dtensor(value):
         if isinstance(kept, Tensor):  # existing state decides: if plain, it is no part
             is_full = is_dtensor(kept)
-        is_full = is_full and is_dtensor(param) and value.dim() > 0 and value.shape == chunks_of(param).global_shape
-        return part_of_full(param, value) if is_full else value
+        if not (is_full and is_dtensor(param) and value.dim() > 0):
+            return value
+        if value.shape != (part := chunks_of(param)).global_shape:
+            return value
+        local = value.new_empty(part.local_shape)  # of all elements, this rank's part
+        for chunk in part.chunks:
+            chunk.in_local(local).copy_(chunk.in_global(value))
+        return over_local(param, local.view(local_shard(param).shape))
     if not is_flat_state(param, value):
         if not isinstance(local_shard(value), ShardTensor):
             return value
