@@ -21,16 +21,7 @@ import rich.console
 import rich.progress
 import typer
 
-from .core.text import (
-    NEED_EXTRA,
-    CheckpointError,
-    check_patterns,
-    counted,
-    is_excluded,
-    natural_order,
-    parse_bytes,
-    printable,
-)
+from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
 from .fuse.presets import preset_names, preset_text
 from .stored.storage import TORCH_SUFFIXES, is_file_of
 
@@ -231,7 +222,7 @@ def _diff(
     if key_prefix:
         first, second = diff.without_prefix(first, second, key_prefix)
     gc.freeze()  # spare collections the metadata, which stay to the end and may be millions of objects
-    all_keys = sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
+    all_keys = diff.all_keys(first, second)
     check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
     differences = diff.diff(first, second, keys, rtol, atol, memory_bytes, threads, progress)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.regions import stretches, whole_of
-from ..core.text import CheckpointError, counted, dtype_name, human_shape, short_repr, table
+from ..core.text import CheckpointError, counted, dtype_name, human_shape, natural_order, short_repr, table
 from ..core.values import compare, same_values
 from ..fuse.files import read_record
 from ..fuse.names import sorted_out
@@ -114,6 +114,11 @@ def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tu
     tensors = dict(zip(names, sides[at].tensors.values(), strict=True))
     sides[at] = dataclasses.replace(sides[at], tensors=tensors)
     return sides[0], sides[1]
+
+
+def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """List the keys of both, in natural order."""
+    return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
 
 
 class _Values:

@@ -219,7 +219,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine = attachment.engine
         # A step may wait, with the lock, for the thread that writes a save.
         with nullcontext() if engine.lending.is_read_here() else engine.core.lock:
-            return report_of(engine, states_of(self).unwaited, attachment.parked.host_bytes)
+            region = attachment.parked.region
+            return report_of(engine, states_of(self).unwaited, 0 if region is None else region.nbytes)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -356,10 +356,6 @@ class ParkedParameters(Parking):
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
 
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self.region is None else self.region.nbytes
-
     def offload(self) -> None:
         """Take the host memory for :meth:`release`, or raise a MemoryError."""
         self.settle()
