@@ -22,7 +22,7 @@ import rich.progress
 import typer
 
 from .core.text import NEED_EXTRA, CheckpointError, check_patterns, counted, is_excluded, parse_bytes, printable
-from .fuse.presets import preset_lines
+from .fuse.presets import preset_names, preset_text
 from .stored.storage import TORCH_SUFFIXES, is_file_of
 
 if TYPE_CHECKING:
@@ -234,7 +234,9 @@ def _diff(
         if differences:
             _say_table(diff.as_table(differences))
         _say_notes(notes)
-        _say(diff.headline(differences, len(keys), exact=not (rtol or atol)))
+        how = "within the tolerance" if rtol or atol else "bit by bit"
+        of_keys = counted(len(keys), "key")
+        _say(f"different: {len(differences):,} of {of_keys}" if differences else f"the same: {of_keys}, {how}")
     raise typer.Exit(1 if differences else 0)
 
 
@@ -426,7 +428,8 @@ def _of_all_commands(
     pass
 
 
-_PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name:24}{line}" for name, line in preset_lines().items())
+_PURPOSES = {name: preset_text(name).partition("\n")[0].removeprefix("# ") for name in preset_names()}
+_PRESETS = "\b\nPresets:\n" + "\n".join(f"  {name:24}{line}" for name, line in _PURPOSES.items())
 for _command in (_inspect, _verify, _seal, _diff, _exchange("split"), _exchange("merge"), _rename, _convert):
     _name = _command.__name__.strip("_")
     app.command(_name, help=_HELP[_name], epilog=_PRESETS if _name in ("split", "merge") else None)(

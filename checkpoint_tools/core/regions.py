@@ -45,14 +45,9 @@ class Comb(NamedTuple):
     blocks: int
     is_dropped: bool = False
 
-    @property
-    def size(self) -> int:
-        """Return the part's size along the dimension."""
-        return self.length * self.blocks
-
     def part_shape(self, fused_shape: Sequence[int], dim: int) -> Shape:
         """Return the part's shape for a fused tensor of that shape; ``dim`` is not negative."""
-        return replaced(fused_shape, dim, *(() if self.is_dropped else (self.size,)))
+        return replaced(fused_shape, dim, *(() if self.is_dropped else (self.length * self.blocks,)))
 
 
 def replaced(values: Sequence[int], dim: int, *new: int) -> Shape:

@@ -24,7 +24,7 @@ from ..core.text import CheckpointError, counted, dtype_name, human_shape, natur
 from ..core.values import compare, same_values
 from ..fuse.files import read_record
 from ..fuse.names import sorted_out
-from ..stored.checkpoint import Checkpoint, StoredTensor
+from ..stored.checkpoint import Checkpoint
 from ..stored.items import ItemReader
 from .verify import UNSEEN, Progress, check_coverage
 
@@ -190,8 +190,10 @@ class _Sides:
         """Yield different parts of a tensor, as the bytes of their elements on both sides."""
         tensors = [checkpoint.tensors[key] for checkpoint in self._both]
         readers, dtype = self._readers, tensors[0].dtype
-        if all(map(_is_one_small_item, tensors)):
-            a, b = (tensor.chunks[0] for tensor in tensors)
+        items = [tensor.chunks[0] for tensor in tensors if len(tensor.chunks) == 1]
+        are_whole = all(each.sizes == tensors[0].shape and not any(each.offsets) for each in items)
+        if len(items) == 2 and are_whole and all(each.length_bytes <= _SMALL_BYTES for each in items):
+            a, b = items
             is_same = a.bare_dtype == b.bare_dtype and readers[0].view(a) == readers[1].view(b)  # as stored
             if tensors[0].nbytes and not is_same:
                 yield readers[0].bits(a, dtype).flatten(), readers[1].bits(b, dtype).flatten()
@@ -210,22 +212,8 @@ class _Sides:
                 yield from zip(*(each.split(nbytes) for each in flat), strict=True)
 
 
-def _is_one_small_item(tensor: StoredTensor) -> bool:
-    if len(tensor.chunks) != 1:
-        return False
-    chunk = tensor.chunks[0]
-    return chunk.sizes == tensor.shape and not any(chunk.offsets) and chunk.length_bytes <= _SMALL_BYTES
-
-
 def as_table(differences: Sequence[Difference]) -> list[str]:
     """Return a table with a row for each difference."""
     gaps = ("" if found.max_abs_diff is None else f"{found.max_abs_diff:.6g}" for found in differences)
     rows = ((*found[:3], gap) for found, gap in zip(differences, gaps, strict=True))
     return table(("key", "difference", "detail"), ("max |A - B|",), rows)
-
-
-def headline(differences: Sequence[Difference], keys: int, *, exact: bool) -> str:
-    """Return the result in a line."""
-    if not differences:
-        return f"the same: {counted(keys, 'key')}, {'bit by bit' if exact else 'within the tolerance'}"
-    return f"different: {len(differences):,} of {counted(keys, 'key')}"

@@ -201,7 +201,10 @@ class _Reading:
                 for key in sorted(stored["stored"], key=natural_order):
                     content = base64.b64decode(stored["stored"][key], validate=True)
                     self.objects[key] = StoredObject(OBJECTS_FILE, 0, 0, content)
-                self.paths = {key: _path(path) for key, path in stored["paths"].items()}
+                for key, path in stored["paths"].items():
+                    if not isinstance(path, list) or not all(type(part) in (str, int) for part in path):
+                        raise TypeError(f"a path is {reprlib.repr(path)}")
+                    self.paths[key] = tuple(path)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise CheckpointError(
                     f"{where} is damaged ({type(error).__name__}: {error}); fetch it again"
@@ -292,12 +295,6 @@ class _Reading:
             raise
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.folder.path}/{file} is no JSON ({error}); fetch it again") from error
-
-
-def _path(found: Any) -> Path:
-    if not isinstance(found, list) or not all(type(part) in (str, int) for part in found):
-        raise TypeError(f"a path is {reprlib.repr(found)}")
-    return tuple(found)
 
 
 def path_of(key: str, key_prefix: str) -> Path:

@@ -35,7 +35,6 @@ from .wrapped import (
     attached,
     attachment_of,
     holders_in,
-    is_wrapped,
     masters_in,
     offloaded,
     optimizers_in,
@@ -101,7 +100,7 @@ def offload_optimizer(
     checks.refuse_misplaced(positional, misplaced)
     check_choices("offload_optimizer", exist_ok=exist_ok, trust_separable=trust_separable)
     given, policy = None if policy is None else as_policy(policy), as_policy(policy)
-    if is_wrapped(optimizer):
+    if holders_in(optimizer):
         again = partial(offload_optimizer, model=model, policy=given, exist_ok=exist_ok)
         _offload_each(optimizer, partial(again, trust_separable=trust_separable), policy)
         return optimizer
@@ -308,7 +307,7 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     """
     if kind not in get_args(MasterKind):
         raise ValueError(f"add_masters: kind must be one of {get_args(MasterKind)}, got {kind!r}")
-    *wrappers, target = (optimizer,) if is_wrapped(optimizer) else wrappers_around(optimizer)
+    *wrappers, target = (optimizer,) if holders_in(optimizer) else wrappers_around(optimizer)
     if isinstance(target, WithMasters) and target.master_kind == kind:
         return optimizer
     _check_masters(target, kind)

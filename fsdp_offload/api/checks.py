@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ..device.lanes import refuse_capture
 from ..engine.engine import Engine, find_offloaded
-from ..fsdp.dtensor import has_inner_tensors, is_dtensor, is_host_offloaded, local_shard, world_size
+from ..fsdp.dtensor import has_inner_tensors, is_dtensor, local_shard, world_size
 from ..fsdp.fully_shard import parameter_names, parameters_of, sharding_groups, uses_cpu_offload_policy
 from ..fsdp.homed import is_homed
 from ..model.sleep import is_asleep
@@ -213,7 +213,8 @@ def _wrong_with_parameter(param: Tensor, name: str, capabilities: Capabilities, 
             f"{name} is on the meta device. Materialize the model (to_empty; for OffloadPolicy(parameters=True), "
             "materialize_on_host) before the optimizer is built."
         )
-    if is_host_offloaded(param) and not is_homed(param):
+    is_on_host = isinstance(param, DTensor) and local.device.type != param.device_mesh.device_type
+    if is_on_host and not is_homed(param):  # fully_shard itself keeps it there
         yield f"{name} is on the host. {_HOST_OFFLOADED}"
     if is_homed(param) and not policy.parameters:
         whole = "Materialize the model on its device: this optimizer moves as a whole."
@@ -340,11 +341,6 @@ def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
     attachment.undo.append(handle.remove)
 
 
-@functools.cache  # registered at the first attachment; never removed, as torch may be calling it
-def _look_at_all_steps() -> RemovableHandle:
-    return register_optimizer_step_pre_hook(_look_who_steps)
-
-
 def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
     """Raise if an offloaded optimizer has used the gradients in the backward; warn if it has never stepped."""
     holds = any(isinstance(one, Optimizer) for one in getattr(other, "optimizers", ()))
@@ -366,6 +362,10 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
             f"offloaded and has never stepped: NOTHING IS OFFLOADED. Attach to the one that steps: {RIGHT_ORDER}.",
             stacklevel=2,
         )
+
+
+# Registered at the first attachment; never removed, as torch may be calling it.
+_look_at_all_steps = functools.cache(functools.partial(register_optimizer_step_pre_hook, _look_who_steps))
 
 
 def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:

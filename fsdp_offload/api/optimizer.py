@@ -7,6 +7,7 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -218,7 +219,8 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine = attachment.engine
         # A step may wait, with the lock, for the thread that writes a save.
         with nullcontext() if engine.lending.is_read_here() else engine.core.lock:
-            return report_of(engine, states_of(self).unwaited, attachment.parked.host_bytes)
+            region = attachment.parked.region
+            return report_of(engine, states_of(self).unwaited, 0 if region is None else region.nbytes)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -321,7 +323,7 @@ def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
     ours |= {"__module__": cls.__module__, "_plain_class": cls, "step": torch.compiler.disable(ours["step"])}
     for name in ("step", "zero_grad"):  # GradScaler inspects step(), accelerate zero_grad()
         ours[name].__signature__ = inspect.signature(getattr(cls, name))
-    made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, lambda body: body.update(ours))
+    made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, methodcaller("update", ours))
     object.__new__(cls).__class__ = made  # raises a TypeError for a fixed layout (__slots__, a base in C)
     OffloadedOptimizer.register(made)
     return made

@@ -10,7 +10,7 @@ from ..core.items import Item
 from ..device import HAS_COPY_QUEUES
 from ..device.copy_queues import TOO_FEW
 from ..engine.engine import Engine
-from ..fsdp.dtensor import NEWEST_TESTED, is_tested
+from ..fsdp.dtensor import NEWEST_TESTED
 from ..optimizers.capabilities import row_of
 from ..state.layout import leaves_of
 from ..state.store import StateStore
@@ -276,7 +276,7 @@ def notes_of(engine: Engine) -> Iterator[str]:
     if not items and not is_unknown and not any(shard.nbytes for shard in shards):
         no_state = f"{name} keeps no state for these parameters"
         yield f"NOTHING IS OFFLOADED: {no_state if shards else 'no parameter is trained'}."
-    if not is_tested():
+    if tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST_TESTED:
         tested = ".".join(map(str, NEWEST_TESTED))
         yield (
             f"torch {torch.__version__} is newer than {tested}, the newest version that fsdp_offload was tested with. "

@@ -130,11 +130,6 @@ def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
     return found
 
 
-def is_wrapped(optimizer: object) -> bool:
-    """Return whether ``optimizer`` holds optimizers of torch: one of Megatron's, or a chain."""
-    return bool(holders_in(optimizer))
-
-
 def parts_of(optimizer: Any) -> list[Any]:
     """List the optimizers of torch in one of Megatron's or a chain; otherwise ``optimizer`` itself."""
     return list(holders_in(optimizer)) or [optimizer]

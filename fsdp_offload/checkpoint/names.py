@@ -19,6 +19,7 @@ these names, also with prefixes of wrappers:
 =============================================  ========================================================================
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -47,13 +48,12 @@ class SavedByFqn(NamedTuple):
     def with_names_of(self, known: Iterable[str]) -> "SavedByFqn":
         """Return the same state dict under ``known`` names where these differ only in wrappers."""
         same, own = by_bare_name(known), [by_bare_name(part) for part in self]
-
-        def renamed(fqn: str) -> str:
+        new: dict[str, str] = {}
+        for fqn in itertools.chain(*self):
             bare = bare_name(fqn)
             is_one = all(names.get(bare, fqn) for names in own)  # state and groups may spell a name differently
-            return same.get(bare) or fqn if is_one else fqn
-
-        return SavedByFqn(*({renamed(fqn): values for fqn, values in part.items()} for part in self))
+            new[fqn] = same.get(bare) or fqn if is_one else fqn
+        return SavedByFqn(*({new[fqn]: values for fqn, values in part.items()} for part in self))
 
 
 def parameter_of(key: str, parameters: Set[str]) -> str | None:

@@ -130,8 +130,9 @@ def to_load_into(optimizer: Optimizer, engine: Unmoved) -> tuple[dict[Tensor, Us
     ]
 
 
-def _on_device(value: Tensor, *, device: torch.device) -> Tensor:
-    return over_local(value, local_shard(value).to(device))
+def on_device(value: Tensor, *, device: torch.device, copy: bool = False) -> Tensor:
+    """Move the local part of ``value`` to ``device``; with ``copy``, also if it is there."""
+    return over_local(value, local_shard(value).to(device, copy=copy))
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -139,7 +140,7 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     engine, offered, _ = seen(optimizer)
     if not engine.conventions.keeps_raw_state:  # its kernels scale tensors on the device
         device = compute_device(params_of(optimizer)[0])
-        moved = partial(_on_device, device=device)
+        moved = partial(on_device, device=device)
         state_dict = {**state_dict, "state": tree_map_only(Tensor, moved, state_dict["state"], is_leaf=is_size)}
     loaded: dict[Tensor, UserState] = {}
     knows, given = not engine.layouts.capabilities.moves_whole, set[int]()
@@ -152,7 +153,7 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     def uncast(value: Any, current: Any) -> Any:
         if not isinstance(value, Tensor) or (knows and not value.dim()):
             return value
-        return _on_device(value, device=local_shard(current).device)
+        return on_device(value, device=local_shard(current).device)
 
     def keep(_: Optimizer) -> None:
         for param, saved in loaded.items() if is_torchs else ():

@@ -38,14 +38,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from ..api.wrapped import offloaded
-from ..fsdp.dtensor import first_rank, is_dtensor, local_shard, may_be_another_ranks, storage_reader_for
+from ..fsdp.dtensor import first_rank, is_dtensor, local_shard, may_be_another_ranks, over_part, storage_reader_for
 from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import check_choices, check_is, listed, tells
 from ..state.layout import leaves_of
-from .chunks import ReadPart, chunks_of, overlapping, why_misread
+from .chunks import ReadPart, chunks_of, flat_range_of, overlapping, why_misread
 from .names import by_bare_name, parameter_of, without_wrappers
 from .plain import refuse_templates
-from .shard_tensor import in_one_dimension
+from .shard_tensor import ShardTensor, memory_of
 
 Allowed = bool | Sequence[str]
 
@@ -300,12 +300,18 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
 
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
         """Return ``value`` or, if state was saved so (Megatron-LM's pull 4623), its memory in one dimension."""
-        if isinstance(value, Tensor) and value.dim() != 1 and ".state." in f".{key}":
-            is_row = isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == (value.numel(),)
-            if is_row and (flat := in_one_dimension(value)) is not None:
-                self._shaped[key] = value
-                return flat
-        return value
+        if not isinstance(value, Tensor) or value.dim() == 1 or ".state." not in f".{key}":
+            return value
+        shape, memory = (value.numel(),), memory_of(value)
+        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != shape or not memory.is_contiguous():
+            return value
+        flat = memory.view(-1)
+        if is_dtensor(value):
+            if (flat_range := flat_range_of(chunks_of(value))) is None:  # this rank has several ranges
+                return value
+            flat = over_part(value, ShardTensor(flat, chunks_of(shape, flat_range)), shape)
+        self._shaped[key] = value
+        return flat
 
     def _unfit(self, key: str, value: Any, entry: object) -> Iterator[Found]:
         if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata):

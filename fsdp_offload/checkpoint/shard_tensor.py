@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map_only
 
-from ..fsdp.dtensor import disabled_torch_function, is_dtensor, local_shard, over_local, over_part
+from ..fsdp.dtensor import disabled_torch_function, is_dtensor, local_shard, over_local
 from ..fsdp.fully_shard import parameter_names
 from ..policy import check_is
-from .chunks import MEGATRON_INDEX, Chunk, ShardChunks, chunks_of, flat_range_of, says_its_chunks, why_misread
+from .chunks import MEGATRON_INDEX, Chunk, ShardChunks, chunks_of, says_its_chunks, why_misread
 from .names import Experts, bare_name, check_experts, check_model
 
 _aten = torch.ops.aten
@@ -181,32 +181,9 @@ def with_chunks(like: Tensor, local: Tensor | None = None, shard_chunks: ShardCh
     return over_local(like, ShardTensor(memory_of(like if local is None else local), shard_chunks))
 
 
-def part_of_full(param: Tensor, full: Tensor) -> Tensor:
-    """Copy this rank's part of ``full``, which has all elements of ``param``, as state of it."""
-    part = chunks_of(param)
-    local = full.new_empty(part.local_shape)
-    for chunk in part.chunks:
-        chunk.in_local(local).copy_(chunk.in_global(full))
-    return over_local(param, local.view(local_shard(param).shape))
-
-
 def needs_chunks(tensor: Tensor) -> bool:
     """Return whether a DTensor's placements, as DCP reads them, do not describe this rank's part."""
     return says_its_chunks(tensor) or why_misread(tensor) is not None
-
-
-def in_one_dimension(tensor: Tensor) -> Tensor | None:
-    """Return ``tensor`` in one dimension, over the same memory; ``None`` if this rank has several ranges."""
-    memory = memory_of(tensor)
-    if not memory.is_contiguous():
-        return None
-    if not is_dtensor(tensor):
-        return memory.view(-1)
-    flat_range = flat_range_of(chunks_of(tensor))
-    if flat_range is None:
-        return None
-    shape = (tensor.numel(),)
-    return over_part(tensor, ShardTensor(memory.view(-1), chunks_of(shape, flat_range)), shape)
 
 
 def with_parameter_chunks(

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_unflatten
 
-from ..api.wrapped import attached, attachment_of, is_wrapped, optimizers_in
+from ..api.wrapped import attached, attachment_of, holders_in, optimizers_in
 from ..engine.engine import states_of
 from ..engine.loading import check_loadable
 from ..fsdp.dtensor import is_dtensor, local_shard, over_local
@@ -41,9 +41,9 @@ from .names import (
     fqns_of,
     may_be_local,
 )
-from .plain import keeps_state, load_plain, seen, to_load_into
+from .plain import keeps_state, load_plain, on_device, seen, to_load_into
 from .planners import LEFT
-from .shard_tensor import ShardTensor, memory_of, needs_chunks, part_of_full, with_chunks
+from .shard_tensor import ShardTensor, memory_of, needs_chunks, with_chunks
 
 _OPTIONS = "Of StateDictOptions, {} are arguments of their own; for the others call torch's function."
 
@@ -185,7 +185,7 @@ def set_optimizer_state_dict(
 
 def _given(optimizer: Optimizer | Iterable[Optimizer], fqns: Mapping[Tensor, str], function: str) -> list[Optimizer]:
     """List the optimizers in the argument of ``function``; raise if a parameter has no name."""
-    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or is_wrapped(optimizer) else optimizer
+    given: Any = [optimizer] if isinstance(optimizer, Optimizer) or holders_in(optimizer) else optimizer
     found = []
     for one in optimizers_in(list(given) if isinstance(given, Iterable) else given, function):
         foreign = [param for param in params_of(one) if param not in fqns]
@@ -254,11 +254,7 @@ def _check_whole(states: Mapping[Tensor, UserState], fqns: Mapping[Tensor, str])
 
 def _copied(value: Any) -> Any:
     """Copy all tensors and containers in ``value``, to ordinary host memory."""
-
-    def copied(tensor: Tensor) -> Tensor:
-        return over_local(tensor, local_shard(tensor).to("cpu", copy=True))
-
-    return tree_map_only(Tensor, copied, value, is_leaf=is_size)
+    return tree_map_only(Tensor, partial(on_device, device=torch.device("cpu"), copy=True), value, is_leaf=is_size)
 
 
 def _as_loaded(param: Tensor, value: Tensor, kept: object, *, is_full: bool) -> Tensor:
@@ -266,8 +262,14 @@ def _as_loaded(param: Tensor, value: Tensor, kept: object, *, is_full: bool) -> 
     if not is_dtensor(value):
         if isinstance(kept, Tensor):  # existing state decides: if plain, it is no part
             is_full = is_dtensor(kept)
-        is_full = is_full and is_dtensor(param) and value.dim() > 0 and value.shape == chunks_of(param).global_shape
-        return part_of_full(param, value) if is_full else value
+        if not (is_full and is_dtensor(param) and value.dim() > 0):
+            return value
+        if value.shape != (part := chunks_of(param)).global_shape:
+            return value
+        local = value.new_empty(part.local_shape)  # of all elements, this rank's part
+        for chunk in part.chunks:
+            chunk.in_local(local).copy_(chunk.in_global(value))
+        return over_local(param, local.view(local_shard(param).shape))
     if not is_flat_state(param, value):
         if not isinstance(local_shard(value), ShardTensor):
             return value
@@ -383,14 +385,14 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
                 )
             # A master that the checkpoint lacks is rebuilt from the parameter.
             kept = {**(shards[param].homes if param in shards else {}), **(state or {})}
-            found = dict(tree_flatten_with_path(kept, is_leaf=is_size)[0])
-
-            def loaded_value(path: object, value: Any, param: Tensor = param, found: Mapping[Any, Any] = found) -> Any:
-                is_tensor = isinstance(value, Tensor)
-                return _as_loaded(param, value, found.get(path), is_full=not has_dtensors) if is_tensor else value
-
+            found: dict[Any, Any] = dict(tree_flatten_with_path(kept, is_leaf=is_size)[0])
             present = {name: value for name, value in given.items() if name not in lacking}
-            state = tree_map_with_path(loaded_value, present, is_leaf=is_size)
+            values, form = tree_flatten_with_path(present, is_leaf=is_size)
+            as_kept = [
+                _as_loaded(param, one, found.get(at), is_full=not has_dtensors) if isinstance(one, Tensor) else one
+                for at, one in values
+            ]
+            state = tree_unflatten(as_kept, form)
         if state:
             loaded[param] = state
     if untouched and states.is_all_untouched(value for state in saved.state.values() for value in state.values()):

@@ -1,6 +1,7 @@
 """DTensors: local shards, new DTensors over other memory, write counters, and layouts for checkpoints."""
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,11 +30,6 @@ LOCAL: Any = DTensor._local_tensor
 _VERSION: Any = Tensor._version.__get__  # type: ignore[attr-defined]
 NEWEST_TESTED = 2, 14
 """The newest version of torch that the tests have run with."""
-
-
-def is_tested() -> bool:
-    """Return whether this torch is no newer than :data:`NEWEST_TESTED`."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TESTED
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -144,6 +140,10 @@ class _GatheredByBits(DTensor):
         found = bits.redistribute(*args, **kwargs)
         return cast(DTensor, over_local(found, local_shard(found).view(self.dtype)))
 
+    def _as_dtensor_does(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
+        found = getattr(_plain(self), name)(*args, **kwargs)
+        return _over(local_shard(found), found._spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # files are to be read without this class
 
@@ -152,17 +152,9 @@ def _plain(tensor: Any) -> Any:
     return DTensor(LOCAL.__get__(tensor), tensor._spec, requires_grad=False)
 
 
-def _as_dtensor_does(name: str) -> Any:
-    def call(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = getattr(_plain(self), name)(*args, **kwargs)
-        return _over(local_shard(found), found._spec)
-
-    return call
-
-
 # Full state dicts move first, deepcopy wants this class; results of all other operations are plain DTensors.
 for _name in ("to", "detach", "clone"):
-    setattr(_GatheredByBits, _name, _as_dtensor_does(_name))
+    setattr(_GatheredByBits, _name, functools.partialmethod(_GatheredByBits._as_dtensor_does, _name))
 
 
 def _over(local: Tensor, spec: DTensorSpec) -> Tensor:
@@ -210,11 +202,6 @@ def largest_local_numel(tensor: Tensor) -> int:
         if not placement.is_replicate():
             sizes[placement.dim] = -(-sizes[placement.dim] // ranks)  # type: ignore[attr-defined]
     return math.prod(sizes)
-
-
-def is_host_offloaded(param: Tensor) -> bool:
-    """Return whether ``fully_shard`` itself keeps ``param`` on the host, under a mesh of another device."""
-    return isinstance(param, DTensor) and local_shard(param).device.type != param.device_mesh.device_type
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

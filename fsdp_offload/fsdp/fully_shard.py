@@ -211,7 +211,7 @@ class ShardingGroup:
                     stream = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[0]
                 _reach(group, "before_gather", stream)
                 if not self._is_alone and not group.is_sharded_post_forward:
-                    return self._reading(stream, lambda: unshard(async_op))
+                    return self._reading(stream, functools.partial(unshard, async_op))
             return unshard(async_op)
 
         @functools.wraps(wait_for_unshard)

@@ -10,10 +10,11 @@ count a version (collectives, NumPy and ``torch._foreach_mul_`` on DTensors do n
 """
 
 import enum
+import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, cast
 
@@ -204,9 +205,6 @@ class SpentGradient(Tensor):
         made: SpentGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         return made
 
-    def __init__(self, like: Tensor) -> None:
-        pass
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` if it needs only metadata; otherwise raise."""
@@ -229,15 +227,15 @@ class SpentGradient(Tensor):
         raise AttributeError(f"SpentGradient has no attribute {name!r}: {self.stage.value}")
 
 
-def _in_stages(*stages: _Stage) -> Callable[[Tensor], bool]:
-    """Return a predicate: whether a parameter's gradient is still the spent one, in one of ``stages``."""
-    return lambda param: isinstance(param.grad, SpentGradient) and param.grad.stage in stages
+def _is_in(stages: Collection[_Stage], param: Tensor) -> bool:
+    """Return whether a parameter's gradient is still the spent one, in one of ``stages``."""
+    return isinstance(param.grad, SpentGradient) and param.grad.stage in stages
 
 
-has_no_memory = _in_stages(*_Stage)
-is_spent = _in_stages(_Stage.USED, _Stage.FREED)
-is_freed = _in_stages(_Stage.FREED)
-is_zeroed = _in_stages(_Stage.ZEROED)
+has_no_memory = functools.partial(_is_in, (*_Stage,))
+is_spent = functools.partial(_is_in, (_Stage.USED, _Stage.FREED))
+is_freed = functools.partial(_is_in, (_Stage.FREED,))
+is_zeroed = functools.partial(_is_in, (_Stage.ZEROED,))
 
 
 def spend(param: Tensor) -> None:

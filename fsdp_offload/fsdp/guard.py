@@ -122,11 +122,20 @@ class Guard:
             state = f"{guard.name.lower()}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}"
             return f"{cls.__name__}({state})"
 
-        def method(name: str) -> Callable[..., Any]:
-            return lambda tensor, *args, **kwargs: guard.on_method(tensor, name, args, kwargs)
+        def call(tensor: Tensor, name: str, /, *args: Any, **kwargs: Any) -> Any:
+            return guard.on_method(tensor, name, args, kwargs)
 
-        own: dict[str, Any] = {name: method(name) for name in _METHODS_IN_PYTHON & set(dir(cls))}
-        own |= {name: attribute_past_torch_function(name) for name in self._attributes}
+        def past(method: Callable[..., Any], tensor: Tensor, *value: Any) -> Any:
+            with torch._C.DisableTorchFunctionSubclass():  # otherwise several times slower
+                return method(tensor, *value)
+
+        names = _METHODS_IN_PYTHON & set(dir(cls))
+        own: dict[str, Any] = {name: functools.partialmethod(call, name) for name in names}
+        for name in self._attributes:
+            slot = getattr(Tensor, name)
+            methods = slot.__get__, slot.__set__, slot.__delete__
+            get, put, delete = (functools.partial(past, method) for method in methods)
+            own[name] = property(get, put, delete)
         for name, value in (own | ({"__repr__": show} if self.name else {})).items():
             setattr(Guarded, name, value)
         Guarded.__name__, Guarded.__qualname__ = f"{self.name}{cls.__name__}", f"{self.name}{cls.__qualname__}"
@@ -136,17 +145,3 @@ class Guard:
 def unguarded_class(tensor: Tensor) -> type[Tensor]:
     """Return the class of ``tensor`` without guards."""
     return next(cls for cls in type(tensor).__mro__ if cls not in _GUARDS)
-
-
-def attribute_past_torch_function(name: str) -> property:
-    """Return a property that reads attribute ``name`` without ``__torch_function__``, which is several times slower."""
-    of_tensor = getattr(Tensor, name)
-
-    def past(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: Tensor, *value: Any) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return method(tensor, *value)
-
-        return call
-
-    return property(past(of_tensor.__get__), past(of_tensor.__set__), past(of_tensor.__delete__))

@@ -93,7 +93,7 @@ _HOMED = _Homed(
 )
 
 
-Look = Callable[[Tensor], AbstractContextManager[None]]
+Look = Callable[[Tensor], AbstractContextManager[object]]
 """Returns a context in which a parameter's home is up to date, and no other thread trains."""
 
 
@@ -153,7 +153,7 @@ class ShardedParameter:
                 "live on the host; leave out OffloadPolicy(parameters=True)"
             )
         self._fsdp_param = fsdp_param
-        self.look: Look = lambda param: nullcontext()  # before host memory is used: it may be written
+        self.look: Look = nullcontext  # before host memory is used: it may be written
         self.device: torch.device = fsdp_param.device  # on which it is gathered
         self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()  # that a gather reads on this rank
 

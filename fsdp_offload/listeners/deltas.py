@@ -134,15 +134,6 @@ class _Shard:
     bits: dict[int, Tensor] = field(default_factory=dict)
     is_dense: bool = False
 
-    def add(self, piece: Piece, bits: Tensor, old: Sums, new: Sums) -> None:
-        if self.sums.get(piece.start) != (piece.stop, old):
-            self.is_dense = True  # and never back: forget() may set it meanwhile
-        if not self.is_dense and piece.start in self.bits:
-            merge(self.bits[piece.start], bits)
-        elif not self.is_dense:
-            self.bits[piece.start] = bits
-        self.sums[piece.start] = piece.stop, new  # last: behind an exception in between, all elements are handed out
-
 
 class _Recorder:
     """The listener: what has changed and has not been handed out. It has no reference to the optimizer."""
@@ -203,8 +194,16 @@ class _Recorder:
         stored.synchronize()  # R3, on the host
         for batch, bits, both in records:
             parts = bits.split([8 * rows_of(numel) for numel in batch.numels])
-            for piece, part, *its_sums in zip(batch.pieces, parts, *both.tolist(), strict=True):
-                self.shards.setdefault(piece.param, _Shard({})).add(piece, part, *itertools.starmap(Sums, its_sums))
+            for piece, part, old, new in zip(batch.pieces, parts, *both.tolist(), strict=True):
+                shard, start = self.shards.setdefault(piece.param, _Shard({})), piece.start
+                if shard.sums.get(start) != (piece.stop, Sums(*old)):
+                    shard.is_dense = True  # and never back: forget() may set it meanwhile
+                if not shard.is_dense and start in shard.bits:
+                    merge(shard.bits[start], part)
+                elif not shard.is_dense:
+                    shard.bits[start] = part
+                # Last: behind an exception in between, all elements are handed out.
+                shard.sums[start] = piece.stop, Sums(*new)
 
 
 class WeightDeltas:

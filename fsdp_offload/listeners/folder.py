@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,10 +146,10 @@ class RankFolder:
         found: dict[str, Any] = torch.load(self.path / f"commit-{number:08d}", weights_only=False)
         return found
 
-    def prune(self, keeps: Callable[[int], bool] = lambda _: False) -> None:
+    def prune(self, keeps: Container[int] = ()) -> None:
         """Delete all commits but those whose number it ``keeps``."""
         for number in self.commits():
-            if not keeps(number):
+            if number not in keeps:
                 (self.path / f"commit-{number:08d}").unlink()
 
     @contextmanager

@@ -212,7 +212,7 @@ class Recoverable:
             there = set(homes)
             both = zip(last.homes, last.seen, strict=False)
             if not has_begun or any(one in there and versions_of([one]) != version for one, version in both):
-                self.folder.prune(lambda number: number == self._before and not has_begun)
+                self.folder.prune(() if has_begun else (self._before,))
         core.cache.flush()
         self._store_parameters(core, which)
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
@@ -267,7 +267,7 @@ class Recoverable:
             shard.existed = bool(states.get(param))
         engine.note_made(states)
         self.commits, self.extra, self._before = number, pickle.loads(record["extra"]), number
-        self.folder.prune(lambda one: one == number)  # not a newer one, which other ranks have not
+        self.folder.prune((number,))  # not a newer one, which other ranks have not
         homes = [one.home for one in engine.plan.housed()]
         self._newest = Commit(number, record["device"], homes, self._versions(homes), number, self._give_up)
         engine.lending.lend(self._newest, homes)
@@ -279,7 +279,7 @@ class Recoverable:
         copies.clear()  # not before: their memory is of another stream than the store that reads them
         # The device has reduced gradients of this step, so that all ranks have the commit before it. The host did not
         # know that when it issued the step, which may have been long before.
-        self.folder.prune(lambda number: number >= made.before)
+        self.folder.prune(range(made.before, made.number))
         self.folder.write(made.number, made.record)
         made.record = {}
 

@@ -308,7 +308,9 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
         elif storage.nbytes():  # else empty, or asleep as a part of another model
             movable[storage._cdata] = (name, storage)
     for key, (name, storage) in list(movable.items() if fixed else ()):
-        if any(_overlap(storage, other) for other in fixed):
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        near = ((one.data_ptr(), one.nbytes()) for one in fixed if one.device == storage.device)
+        if any(begin < at + nbytes and at < end for at, nbytes in near):
             left[name] = "it shares memory that is not torch's to free"
             del movable[key]
     if len(devices := {str(storage.device) for _, storage in movable.values()}) > 1:
@@ -317,11 +319,6 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
         shown = listed(f"{name}: {why}" for name, why in left.items())
         _warn_once(f"offload_model leaves {len(left)} tensors where they are ({shown})")
     return [storage for _, storage in movable.values()]
-
-
-def _overlap(one: Storage, other: Storage) -> bool:
-    begin, end = one.data_ptr(), one.data_ptr() + one.nbytes()
-    return one.device == other.device and begin < other.data_ptr() + other.nbytes() and other.data_ptr() < end
 
 
 # Masters of an optimizer --------------------------------------------------------------------------------------------
@@ -358,10 +355,6 @@ class ParkedParameters(Parking):
         self._loaded: Mark | None = None
         self._take_off_guard: Callable[[], None] = lambda: None
         self._where = _Where.HERE
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self.region is None else self.region.nbytes
 
     def offload(self) -> None:
         """Take the host memory for :meth:`release`, or raise a MemoryError."""

@@ -153,12 +153,20 @@ def _is_counter(value: object) -> TypeGuard[Tensor]:
 def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
     for name, place in bound.values.items():
         value = after.get(name)
-        if value is not None and value is not place:
-            _fill_place(bound, name, value)
+        if value is None or value is place:
+            continue
+        is_now, expected = forms_of(value), forms_of(place)  # the optimizer has just created it, or replaced it
+        if is_now != expected:
+            raise RuntimeError(
+                f"state {name!r} of {bound.shard.name} was expected as {expected} and is now {is_now}; hyperparameters "
+                "that change the layout of the state must be changed before step()."
+            )
+        for source, target in zip(leaves_of(value), leaves_of(place), strict=True):
+            if source is not target:
+                target.copy_(source)
     if bound.last:
-        if user_state.keys() != after.keys():
-            for name in user_state.keys() - after.keys():
-                del user_state[name]
+        for name in user_state.keys() - after.keys():
+            del user_state[name]
         homes = bound.shard.homes
         for name, value in after.items():
             user_state[name] = homes[name] if name in bound.values else value
@@ -171,17 +179,3 @@ def _commit(bound: BoundRange, after: UserState, user_state: UserState) -> None:
                 f"state {name!r} of {bound.shard.name} appeared in a step, was not there when the optimizer was "
                 "attached, and cannot be divided; attach again with remove_offload() and offload_optimizer()."
             )
-
-
-def _fill_place(bound: BoundRange, name: str, value: Tensor) -> None:
-    """Copy state that the optimizer has just created, or replaced by a new tensor, into the place."""
-    place = bound.values[name]
-    is_now, expected = forms_of(value), forms_of(place)
-    if is_now != expected:
-        raise RuntimeError(
-            f"state {name!r} of {bound.shard.name} was expected as {expected} and is now {is_now}; hyperparameters "
-            "that change the layout of the state must be changed before step()."
-        )
-    for source, target in zip(leaves_of(value), leaves_of(place), strict=True):
-        if source is not target:
-            target.copy_(source)

@@ -122,11 +122,9 @@ class DividedStep:
                         self._rebound.add((number, name))
         self.unvisited -= given.keys()
         # Tensors and containers are the real optimizer's own objects, so writing into them needs no commit.
-        before = self._attributes
-        others = {name: one for name, one in shadow.__dict__.items() if one is not before.get(name, self)}
-        for name, value in _shared(others).items():
-            start = before.get(name)
-            if name not in self._unwatched and value is not start and _changed(start, start, value):
+        for name, value in instance_attributes(shadow).items():
+            start = self._attributes.get(name)
+            if value is not start and name not in self._unwatched and _changed(start, start, value):
                 self._note(None, name, value, f"optimizer.{name}")
 
     def _note(self, number: int | None, name: str, value: Any, place: str) -> None:
@@ -173,13 +171,9 @@ def entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def instance_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes that a shadow shares with ``optimizer``: all but groups, state, step and hooks."""
-    return _shared(optimizer.__dict__)
-
-
-def _shared(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
-        for name, value in attributes.items()
+        for name, value in optimizer.__dict__.items()
         if name not in _OWN_ATTRIBUTES and not name.startswith("_optimizer_")
     }
 

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import itertools
 import logging
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -206,7 +207,7 @@ class WithMasters(Optimizer):
 def class_with_masters(cls: Any, kind: MasterKind) -> type[WithMasters]:
     """Return ``Master<Name>``, a subclass of ``cls``; the same class every time."""
     own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
-    made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
+    made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, operator.methodcaller("update", own))
     # Compiled code would trace into the shadow. Wrapped as by torch's constructor.
     plain = torch.compiler.disable(WithMasters.step)
     hooked: Any = Optimizer.profile_hook_step(plain)
@@ -406,10 +407,7 @@ def is_exact(step: AdamWStep, kind: MasterKind, weights: torch.dtype, grad: torc
 def _scratch(kind: MasterKind, weights: torch.dtype, grad: torch.dtype, device: torch.device) -> MasterRange:
     """Return test values of all magnitudes, with infinities and NaN."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def normal() -> Tensor:
-        return torch.randn(_TRIED_NUMEL, device=device, generator=generator)
-
+    normal = functools.partial(torch.randn, _TRIED_NUMEL, device=device, generator=generator)
     gradient = normal() * torch.exp(3 * normal())
     gradient[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0], device=device)
     master = normal()

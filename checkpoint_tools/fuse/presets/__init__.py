@@ -13,8 +13,3 @@ def preset_names() -> tuple[str, ...]:
 def preset_text(name: str) -> str:
     """Read the file of a preset."""
     return (_FILES / f"{name}.toml").read_text(encoding="utf-8")
-
-
-def preset_lines() -> dict[str, str]:
-    """Return the first line of each preset's file, its purpose, by name."""
-    return {name: preset_text(name).partition("\n")[0].removeprefix("# ") for name in preset_names()}
