@@ -121,7 +121,9 @@ def bucketing(
         # this step. And joining depends on sizes, which differ between ranks; but all ranks have to run the collectives
         # of updates in one order.
         return bucket_bytes, dict(together)
-    return bucket_bytes, joined_groups(together, group_bytes, min(JOINED_BYTES, bucket_bytes))
+    # An update needs all parameters of its bucket on the device, and a class may have little state, or none.
+    joined_bytes = group_bytes | own_bytes if policy.parameters else group_bytes  # the larger of both
+    return bucket_bytes, joined_groups(together, joined_bytes, min(JOINED_BYTES, bucket_bytes))
 
 
 def joined_groups(together: Mapping[Param, int], group_bytes: Mapping[int, int], most: int) -> dict[Param, int]:

@@ -61,6 +61,8 @@ def main(
     """Print the plan."""
     from .forecast import plan  # imports torch, which --help does not need
 
+    sys.path.insert(0, "")  # modules in this folder, as ``python -m`` finds them
+
     asked = {name: value for name, value in ctx.params.items() if name not in ("overlap", "legend", "as_json")}
     asked["checkpointing"] = int(checkpointing) if checkpointing.isdecimal() else checkpointing
     try:
@@ -113,10 +115,11 @@ def _show(made: "Plan", console: Console, overlap: OverlapKind | None, *, legend
             say(f"{name}, {row.iteration_ms:,.0f} ms, {made.changes(row)}, {spare_gb:.1f} GB to spare.")
     terms = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in best.device.terms.items())
     say(f"Peak of the best, in the {best.device.when}, in GB: {terms}")
-    hiding = " and ".join(f"{made.hiding_tokens(parameters=both):,}" for both in (False, True))
+    hiding = " and ".join(f"{tokens:,}" for tokens in best.hiding_tokens)
+    here = sequences // best.micro_batches * training.sequence_length
     say(
-        f"All transfers hide behind {hiding} tokens of a GPU in a step (state; parameters as well); here it has "
-        f"{sequences * training.sequence_length:,}."
+        f"All transfers hide behind {hiding} tokens in a micro-batch of a GPU (state; parameters as well); here it has "
+        f"{here:,}."
     )
     other = "" if offload is None or offload is best else f"# with offload: {offload.lines.splitlines()[-1]}"
     for line in (made.lines_to_recompute(overlap), best.lines, other):

@@ -1,5 +1,6 @@
 """Forecast the memory and time of each policy, and choose one."""
 
+import functools
 import json
 import math
 from bisect import bisect_left
@@ -48,6 +49,7 @@ class Forecast:
     resident_bytes: int  # state that stays on the device, with its parameters if they would live on the host
     iteration_ms: float
     tokens_per_s: float  # of all ranks
+    hiding_tokens: tuple[int, int]  # of a micro-batch of a rank, which hide copies of all state; and of parameters
     limit: str  # the bottleneck: compute, gathers, the link, or launches of the host
     why_not: str  # the memory that is too small: "device: ..." or "host: ..."; empty if the policy fits
     lines: str  # the code to write for the policy
@@ -64,6 +66,11 @@ class Forecast:
     def fits(self) -> bool:
         """Tell whether device and host have the memory."""
         return not self.why_not
+
+    @property
+    def fits_device(self) -> bool:
+        """Tell whether the device has the memory."""
+        return not self.why_not.startswith("device")
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,13 @@ class Plan:
         fitting = [one for one in self._allowed(overlap) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
-        # Of close ones the simplest: with parameters on the host, more transfers may be late.
-        close.sort(key=lambda one: (one.policy is not None and 1 + one.policy.parameters, one.needed_bytes))
-        return close[0] if close else None
+        # Of close ones the simplest: with parameters on the host, more transfers may be late; "auto" is no number.
+
+        def simplicity(one: Forecast) -> tuple[int, bool, int]:
+            policy = one.policy or OffloadPolicy()
+            return (one.policy is not None) + policy.parameters, policy.device_bytes != "auto", one.needed_bytes
+
+        return min(close, key=simplicity, default=None)
 
     def passed_over(self, one: Forecast, overlap: OverlapKind | None = None) -> str:
         """Say why a row is not the best although it is faster, or why it does not fit; empty for other rows."""
@@ -120,13 +131,14 @@ class Plan:
         if not plain.fits:
             return f"Plain training does not fit, with {self.changes(plain)}: {plain.why_not.partition(': ')[2]}."
         ratio = plain.iteration_ms / offload.iteration_ms
+        given = {"--micro-batches": self.asked["micro_batches"], "--checkpointing": self.asked["checkpointing"]}
+        words = " and ".join(f"{name} {value}" for name, value in given.items() if value not in (None, "auto"))
+        words = words and f" (both with {words})"
         if ratio > SAME:
-            given = {"--micro-batches": self.asked["micro_batches"], "--checkpointing": self.asked["checkpointing"]}
-            words = "".join(f", {name} {value}" for name, value in given.items() if value not in (None, "auto"))
             return f"Offload is {100 * (ratio - 1):.0f} % faster than the best plain run{words}."
         if ratio * SAME < 1:
-            return f"Plain training is best: offload takes {100 * (1 / ratio - 1):.0f} % more."
-        return "Plain training and offload are level, within 1 %."
+            return f"Plain training is best: offload takes {100 * (1 / ratio - 1):.0f} % more{words}."
+        return f"Plain training and offload are level, within 1 %{words}."
 
     def changes(self, one: Forecast) -> str:
         """Describe the recomputed blocks and micro-batches of a row."""
@@ -140,14 +152,6 @@ class Plan:
         others = [f"  # {one.recomputed} with {one.name}" for one in rows if one.recomputed != rows[0].recomputed]
         is_any = any(one.recomputed for one in rows)
         return f"recomputed = {rows[0].recomputed}{''.join(others)}\n{RECOMPUTING.rstrip()}" if is_any else ""
-
-    def hiding_tokens(self, *, parameters: bool = False) -> int:
-        """Return the tokens of a GPU in a step with which one micro-batch hides all transfers."""
-        state = sum(group.state_bytes for group in self.parts.groups)
-        params = sum(group.parameter_bytes for group in self.parts.groups)
-        copies_ms = self.parts.copy_ms(state + 2 * params * parameters, state + params * parameters)
-        passes_ms = self.parts.forward_ms + self.parts.backward_ms
-        return int(self.training.tokens_per_step / self.training.ranks * copies_ms / passes_ms)
 
     def what_would_fit(self, overlap: OverlapKind | None = None) -> str:
         """Name the memory that would be enough, and the cheapest change of the training that makes a policy fit."""
@@ -163,9 +167,13 @@ class Plan:
         together = [dict(ChainMap(*alone[:count])) for count in range(2, 1 + len(alone))]
         ranks, tokens, both = self.training.ranks, self.training.tokens_per_step, ([], alone)[: 1 + bool(alone)]
         more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
-        for changes in (*alone, *together, *(dict(ChainMap(one, *also)) for one in more for also in both)):
-            made = plan(self.model, **{**self.asked, "machine": self.machine, **changes})
-            if best := made.best(overlap):
+        several = [dict(ChainMap(one, *also)) for one in more for also in both]
+        same = [one for one in alone if "clip" not in one]  # which leave the training as it is
+        for tier in (same, *([one] for one in (*alone, *together, *several))):
+            plans = [(plan(self.model, **{**self.asked, "machine": self.machine, **one}), one) for one in tier]
+            fitting = [(best, made, one) for made, one in plans if (best := made.best(overlap))]
+            if fitting:
+                best, made, changes = min(fitting, key=lambda each: each[0].iteration_ms)
                 words = {"micro_batches": f"micro-batches {best.micro_batches}", "clip": "no-clip"}
                 words |= {"checkpointing": f"checkpointing {best.recomputed}", "ranks": f"ranks {made.training.ranks}"}
                 words["tokens_per_step"] = f"tokens-per-step {made.training.tokens_per_step}"
@@ -173,7 +181,7 @@ class Plan:
                 excess = f"{best.iteration_ms:,.0f} ms, {100 * (best.iteration_ms / self.ideal_ms - 1):.0f} % more than"
                 price = f"{best.name}, {made.changes(best)}: {excess} plain training with memory for all"
                 return f"{found}What fits: {options} ({price})."
-        return f"{found}{MORE_RANKS[-1]} times the ranks are not enough: fewer tokens or more ranks are."
+        return f"{found}{MORE_RANKS[-1]} times the ranks are not enough: try shorter sequences (--sequence-length)."
 
     def _allowed(self, overlap: OverlapKind | None) -> list[Forecast]:
         order = get_args(OverlapKind)
@@ -187,6 +195,7 @@ class Plan:
         best, policies = self.best(overlap), []
         names = {"model": self.model.name, "parameters": self.model.numel, "best": best and best.name}
         names |= {"verdict": self.verdict(overlap), "blocks": self.blocks, "ideal_ms": self.ideal_ms}
+        names["what_would_fit"] = "" if best else self.what_would_fit(overlap)
         for one in self.forecasts:
             names_of = {"name": one.name, "passed_over": self.passed_over(one, overlap)}
             policies.append(names_of | {"peak_bytes": one.device.peak_bytes} | asdict(one))
@@ -246,8 +255,8 @@ def plan(
     state, params = cases[0].sizes.state, sorted(cases[0].sizes.params)
     tried = candidates(state, params[len(params) // 2]) if policies is None else policies
 
-    def preference(one: Forecast) -> tuple[bool, float]:
-        return not one.fits, one.iteration_ms if one.fits else one.needed_bytes
+    def preference(one: Forecast) -> tuple[bool, bool, float]:
+        return not one.fits_device, not one.fits, one.iteration_ms if one.fits_device else one.needed_bytes
 
     rows = [min((case.fastest(policy) for case in cases), key=preference) for policy in (None, *tried)]
     (first,) = [one for one in cases if one.training.micro_batches == rows[0].micro_batches]
@@ -305,6 +314,11 @@ class _Case:
         host_bytes = 0 if blocks is None else blocks.host_bytes
         if policy is not None and policy.updates_in_backward and training.clip:
             host_bytes += sizes.state + sum(sizes.params)  # copies from before the updates, for rolling back
+        # Clipping stores the copies from before the updates, too.
+        state, params, both = sizes.state, sum(sizes.params), training.clip and policy is not None
+        more = sizes.state + params if both and policy and policy.updates_in_backward else 0
+        hiding = (parts.copy_ms(state, state + more), parts.copy_ms(state + 2 * params, state + params + more))
+        tokens = training.sequences * training.sequence_length / (parts.forward_ms + parts.backward_ms)
         per_host = host_bytes * min(training.ranks, machine.devices_per_host)
         needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
         if needed_bytes > machine.device_bytes:
@@ -322,6 +336,7 @@ class _Case:
             resident_bytes=sizes.state if blocks is None else blocks.kept_state + blocks.kept_params,
             iteration_ms=found.reading.iteration_ms,
             tokens_per_s=training.tokens_per_step / found.reading.iteration_ms * 1e3,
+            hiding_tokens=(int(tokens * hiding[0]), int(tokens * hiding[1])),
             limit=found.limit,
             why_not=why_not,
             lines=lines_to_write(policy, training.masters),
@@ -332,13 +347,18 @@ class _Case:
 
         Fewer blocks are faster unless the link limits: then more of them give it room and time.
         """
-        least = bisect_left(self.counts, True, key=lambda count: self.forecast(policy, count).fits)
+        forecast = functools.cache(functools.partial(self.forecast, policy))
+        least = bisect_left(self.counts, True, key=lambda count: forecast(count).fits_device)
         if least == len(self.counts):
-            return self.forecast(policy, self.counts[-1])
-        found, left = [self.forecast(policy, self.counts[least])], len(self.counts) - 1 - least
-        more = (8, 4, 2, 1) if found[0].limit == "link" else ()
-        found += [self.forecast(policy, self.counts[least + -(-left // part)]) for part in more]
-        return min(found, key=lambda one: (round(one.iteration_ms), one.recomputed))
+            return forecast(self.counts[-1])
+        left, best = len(self.counts) - 1 - least, forecast(self.counts[least])
+        tried = {self.counts[least + -(-left // part)] for part in (8, 4, 2, 1)}
+        while tried:  # of some numbers the best, and then its neighbours; within 0.1 % the fewest
+            key = lambda one: (not one.fits_device, round(math.log(one.iteration_ms), 3), one.recomputed)  # noqa: E731
+            found = min((best, *map(forecast, tried)), key=key)
+            tried = set() if found is best else {found.recomputed - 1, found.recomputed + 1} & {*self.counts}
+            best = found
+        return best
 
 
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:

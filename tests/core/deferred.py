@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from fsdp_offload.device.lanes import Lanes, Mark
@@ -57,8 +58,8 @@ class World:
 
     def run_one(self) -> None:
         """Run an action that may run, if there is one."""
-        if self.waiting:
-            self._run(self.random.choice([one for one in self.waiting if all(o.done for o in one.after)]))
+        if may := [one for one in self.waiting if all(o.done for o in one.after)]:  # all may wait for one that runs now
+            self._run(self.random.choice(may))
 
     def finish(self, action: Action) -> None:
         """Run ``action`` and what it waits for; nothing else."""
@@ -71,7 +72,10 @@ class World:
                 look += one.after
         order = [one for one in self.waiting if one in needed]
         while order:
-            one = self.random.choice([one for one in order if all(other.done for other in one.after)])
+            may = [one for one in order if all(other.done for other in one.after)]
+            if not may:  # an engine ends within an action, for which all of them wait
+                return
+            one = self.random.choice(may)
             order.remove(one)
             if not one.done:  # an action that is let go may have ended an engine, which waits for all
                 self._run(one)
@@ -79,7 +83,8 @@ class World:
     def _run(self, action: Action) -> None:
         del self.waiting[action]
         if action.function is not None:
-            action.function()
+            with torch.inference_mode(False):  # not in that of an evaluation, which runs now
+                action.function()
         action.done, action.function, action.after = True, None, set()
 
     def check(self, lane: str, clock: Clock, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -108,7 +113,9 @@ class World:
 
     def forget(self, tensor: Tensor) -> None:
         """Forget memory that is given back: others may get it."""
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        self.forget_at(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+    def forget_at(self, begin: int, end: int) -> None:
         self.accesses = {at: one for at, one in self.accesses.items() if at[1] <= begin or end <= at[0]}
 
 

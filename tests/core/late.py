@@ -10,6 +10,7 @@ count when they run: here a whole update runs late, and they would be other numb
 import gc
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
     lanes = LateLanes(seed)
     threads = Threads(lanes.world)
     module = sys.modules[host_updates.__module__]
-    reduced, step, wait_home = Engine.reduced, Core.step, Core.wait_home
+    reduced, step, wait_home, store = Engine.reduced, Core.step, Core.wait_home, deltas._Recorder.store
     on_device, part_of = StateShard.on_device, BoundRange.part_of
 
     known = WeakTensorKeyDictionary()  # gradients, and their versions when somebody wrote them last
@@ -185,6 +186,12 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         lanes.compute.touch(reads=shard.home.leaves[name])
         return on_device(shard, name, *args, **options)
 
+    def store_late(recorder: Any, found: Sequence[Tensor]) -> list[Tensor]:
+        homes = store(recorder, found)
+        for one in (*homes, *found):  # torch's allocators give memory away once the lane is done with it
+            weakref.finalize(one, lanes.world.forget_at, one.data_ptr(), one.data_ptr() + one.nbytes)
+        return homes
+
     def part_of_late(bound: BoundRange, grad: Tensor | None) -> Tensor | None:
         part = part_of(bound, grad)
         if bound.shard.on_host and part is not None and not shares_memory(part, grad):
@@ -216,6 +223,7 @@ def late(seed: int, visits: type[Any] = whole._Visit, host_updates: type[Any] = 
         patch.setattr(attach, "HostUpdates", host_updates)
         patch.setattr(module, "ThreadPoolExecutor", threads.pool)
         patch.setattr(deltas, "Worker", threads.pool)
+        patch.setattr(deltas._Recorder, "store", store_late)
         patch.setattr(Engine, "reduced", reduced_late)
         patch.setattr(Core, "step", step_late)
         patch.setattr(Core, "come", come_late)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload import add_masters, offload_optimizer
+from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer
 from fsdp_offload.core.buckets import (
     ELSEWHERE,
     Bucket,
     bucket_bytes_for,
+    bucketing,
     choose_kept,
     joined_groups,
     make_pools,
@@ -246,6 +247,15 @@ def test_small_groups_are_joined_with_their_neighbours() -> None:
         {param: number for number, param in enumerate(params)}, {0: 10, 1: 20, 2: 50, 3: 5, 4: 5}, 60
     )
     assert list(joined.values()) == [0, 0, 1, 1, 1]
+
+
+def test_groups_without_state_are_not_joined_where_their_parameters_move() -> None:
+    """One update would need the parameters of all of them on the device."""
+    groups = {number: number for number in range(4)}
+    for parameters, count in ((True, 4), (False, 1)):
+        policy = OffloadPolicy(parameters=parameters)
+        _, joined = bucketing(policy, elementwise=True, together=groups, sizes=dict.fromkeys(groups, (100 << 20, 0)))
+        assert len(set(joined.values())) == count
 
 
 def buckets_of(sizes: list[int]) -> list[Bucket]:

@@ -119,7 +119,7 @@ def test_the_verdict_is_about_the_best_run_of_each_kind() -> None:
         assert says in one.verdict()
         assert (one.best().policy is None) == (ms >= 100)
         if ms < 100:  # neither was chosen
-            assert one.verdict().endswith("plain run, --micro-batches 1, --checkpointing none.")
+            assert one.verdict().endswith("plain run (both with --micro-batches 1 and --checkpointing none).")
         assert one.offload() == rows[1]
     full = dataclasses.replace(plain, why_not="device: 3.0 GB too little", recomputed=8)
     one = dataclasses.replace(made, forecasts=(full, step), blocks=8)
@@ -523,7 +523,7 @@ def test_experts_hide_their_transfers_behind_more_tokens(tmp_path: Path) -> None
     asked = {"tokens_per_step": 65_536, "machine": "H200", "policies": [], "micro_batches": 1, "checkpointing": "none"}
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8}
     tokens = [
-        plan(config_file(tmp_path, config | large), **asked).hiding_tokens()
+        plan(config_file(tmp_path, config | large), **asked).forecasts[0].hiding_tokens[0]
         for config in (dense, {**MIXTRAL, "num_experts_per_tok": 1})
     ]
     assert 3 < tokens[1] / tokens[0] < 8

@@ -67,7 +67,7 @@ def test_plain_training_and_offload_are_compared_each_at_its_best(checkpointing:
         assert verdict.startswith("Plain training is best: offload takes ")
         assert 100 * (ms[1] / ms[0] - 1) == pytest.approx(float(re.findall(r"(\d+) % more", verdict)[0]), abs=1)
     else:
-        assert verdict == "Plain training and offload are level, within 1 %."
+        assert verdict.startswith("Plain training and offload are level, within 1 %")
         assert ms[1] < 1.02 * ms[0]
     assert lines[-1].startswith("# with offload: offload_optimizer(optimizer, model=model")
     counts = re.findall(r"^recomputed = (\d+)", result.stdout, re.M)
@@ -135,7 +135,7 @@ def small(tmp_path: Path) -> Path:
 
 def test_a_device_for_which_no_option_is_enough() -> None:
     result = CliRunner().invoke(app, [*QWEN, "--device-gb", "2"])
-    assert "8 times the ranks are not enough: fewer tokens or more ranks are." in result.stdout
+    assert "8 times the ranks are not enough: try shorter sequences (--sequence-length)." in result.stdout
 
 
 def test_json() -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from examples.benchmarks.train import GPT
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.plan import Forecast, Model, machine_of, model_of, plan
 
 LENGTH = 96
@@ -119,3 +120,22 @@ def test_offload_is_not_faster_than_plain_training_that_recomputes_as_much(
     plain, *others = rows(asked | {"checkpointing": checkpointing}).values()
     for one in others:
         assert one.recomputed != plain.recomputed or not less(one.iteration_ms, plain.iteration_ms), (plain, one)
+
+
+LARGE = {"model": "Llama-3.1-8B", "tokens_per_step": 16_384, "machine": H200}
+LINKED = [
+    LARGE | {"device_gb": 145.0, "policies": [OffloadPolicy(overlap="forward")]},
+    LARGE
+    | {"sequence_length": 16_384, "dtype": "bf16", "masters": "remainder", "clip": False}
+    | {"policies": [OffloadPolicy(overlap="iteration")]},
+]
+
+
+@pytest.mark.parametrize("asked", LINKED, ids=["forward", "iteration"])
+def test_one_block_more_or_less_is_not_faster(asked: dict[str, Any]) -> None:
+    """Where the link limits, as with fewer blocks. With the number that a row names, the row is the same."""
+    (name, one), *_ = reversed(rows(asked).items())
+    for number in range(one.recomputed - 1, one.recomputed + 2):
+        other = rows(asked, checkpointing=number)[name]
+        assert not other.fits or not less(other.iteration_ms, one.iteration_ms), (one, other)
+        assert number != one.recomputed or other == one
