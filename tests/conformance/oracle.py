@@ -41,7 +41,7 @@ from tests.async_writers import Waits
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.conformance.following import Followed, of_small_pieces, seen
-from tests.parity import assert_at_home, attach, leaves, local, params_of, same_value
+from tests.parity import assert_at_home, attach, leaves, local, params_of, random_state, same_value
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -57,6 +57,8 @@ class Loop:
 
     waits: Waits
     followed: Followed | None = None
+    random: Tensor | None = None
+    """What random numbers would be drawn next, behind the last step."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -116,7 +118,7 @@ class Loop:
 
     def batch(self, seed: int) -> Tensor:
         sharing = LAYOUTS[self.case.layout].sharing
-        generator = torch.Generator().manual_seed(100 * seed + _rank() // sharing)
+        generator = torch.Generator().manual_seed(100 * seed + rank() // sharing)
         return torch.randint(0, 20, (2, 5), generator=generator).to(self.device)
 
     def backward(self, at: int, **options: Any) -> None:
@@ -259,6 +261,10 @@ class Loop:
         found["a scaler's"] = [hasattr(self.optimizer, name) for name in ("grad_scale", "found_inf")]
         for name, param in self.model.state_dict().items():
             found[name] = local(param.detach())
+        found["random numbers"] = self.random
+        groups = self.optimizer.param_groups
+        if self.case.save in ("none", "memory") and self.case.masters == "none" and not self.case.host:
+            found["orders"] = [[*map(list, groups)], {name: list(self.state_of(name)) for name in self.named}]
         for name in self.named:
             for key, value in sorted(self.state_of(name).items()):
                 if not isinstance(value, Tensor):
@@ -266,9 +272,8 @@ class Loop:
                     continue
                 for number, leaf in enumerate(leaves(value)):
                     found[f"{name} {key} {number}"] = leaf
-        for number, group in enumerate(self.optimizer.param_groups):
-            found |= {f"group {number} {key}": value for key, value in group.items() if key in ("lr", "weight_decay")}
-            found[f"group {number} step"] = group.get("step", 0)
+        for number, group in enumerate(groups):
+            found |= {f"group {number} {key}": value for key, value in group.items() if key != "params"}
         return found
 
 
@@ -492,7 +497,7 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _rank() -> int:
+def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -576,11 +581,13 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
             run.seen.append(run.model(run.batch(10 * at + 9)).item())
         run.phase("release")
     if case.phases == "own":  # of each rank: no collective is in them
-        run.phase(*PHASES[: (_rank() + at) % 4])
+        run.phase(*PHASES[: (rank() + at) % 4])
+    torch.manual_seed(at)
     habit(run, at)
+    run.random = random_state(run.device)
     run.follow()
     if case.phases == "own":
-        run.phase(*PHASES[_rank() % 3 :])
+        run.phase(*PHASES[rank() % 3 :])
     if case.phases == "between" and at % 2:
         run.phase("offload", "release", *(["reload"] if at % 4 == 1 else []))
     if case.save != "async":  # whose writer has some of its own, whenever it comes to them

@@ -28,7 +28,6 @@ from fsdp_offload.core.cache import Cache
 from fsdp_offload.device.lanes import Lane
 from fsdp_offload.engine.engine import engine_of
 from tests.cpu import test_async_save as saving
-from tests.cpu import test_state_edits as edits
 from tests.overlapping import POLICIES, SIZES, Loop
 from tests.parity import SMALL, Run, Zoo, adamw, assert_at_home, attach, fail_in_bucket, make_pair, params_of, take_step
 from tests.policies import with_share
@@ -222,10 +221,21 @@ def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str, sleeps:
 # State while it is away ----------------------------------------------------------------------------------------------
 
 
+class Twins(nn.Module):
+    """Parameters of equal shape, and one of several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(40, 33)) for _ in range(3))
+        self.small = nn.ParameterList(nn.Parameter(torch.randn(65)) for _ in range(2))
+
+    forward = Zoo.forward
+
+
 @EVERY_SEQUENCE
 def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...]) -> None:
     """A phase that moves state has to take over what the user has put there."""
-    pair = make_pair(edits.Twins, adamw, policy=RESIDENT)
+    pair = make_pair(Twins, adamw, policy=RESIDENT)
     pair.train(2)
     optimizer = pair.offloaded.optimizer
     go_through(optimizer, phases)
@@ -273,7 +283,7 @@ EDITS = {
 def test_state_that_comes_later(edit: Callable[[Run], None], policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
     """It is on the device only if the rest is there."""
     make = functools.partial(optim.SGD, lr=0.1) if edit is add_momentum else adamw
-    pair = make_pair(edits.Twins, make, policy=None)
+    pair = make_pair(Twins, make, policy=None)
     pair.each(lambda run: params_of(run.optimizer)[1].requires_grad_(edit is not thaw))
     pair.attach(policy)
     pair.train(2)
