@@ -21,7 +21,7 @@ from tests.at_home import not_at_home
 from tests.conformance import oracle
 from tests.conformance.axes import Block, Case
 from tests.conformance.oracle import clip_by, different, rank, schedule, usual
-from tests.parity import assert_at_home, attach, random_state
+from tests.parity import assert_at_home, attach, batch, random_state
 from tests.policies import with_share
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -118,6 +118,8 @@ class Loop(oracle.Loop):
         attach(self.optimizer, model=None if self.mesh is None else self.model, policy=self.policy)
 
     def batch(self, seed: int) -> Tensor:
+        if self.mesh is None:
+            return batch(seed, self.device, self.params[0].dtype)
         generator = torch.Generator().manual_seed(100 * seed + rank())
         return torch.randint(0, 51, (3, 7), generator=generator).to(self.device)
 
@@ -144,7 +146,7 @@ class Loop(oracle.Loop):
         return self
 
 
-def pair(mesh: DeviceMesh | None, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
+def pair(mesh: DeviceMesh | None, policy: OffloadPolicy | None, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
     return Loop(mesh, make, None, **kwargs), Loop(mesh, make, policy, **kwargs)
 
 

@@ -54,7 +54,7 @@ def exchange_within_a_parameter(run: Loop) -> None:
 
 
 def give_a_part_away(run: Loop) -> None:
-    one, other = run.live_state(ALIKE[0]), run.live_state("extra.norm.weight")
+    one, other = run.live_state(ALIKE[2]), run.live_state("blocks.0.norm.weight")
     part = one["exp_avg"].flatten()[100:116]
     one["exp_avg"], other["exp_avg"] = torch.zeros_like(one["exp_avg"]), part
 
