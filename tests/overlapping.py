@@ -21,7 +21,7 @@ from tests.at_home import not_at_home
 from tests.conformance import oracle
 from tests.conformance.axes import Block, Case
 from tests.conformance.oracle import clip_by, different, rank, schedule, usual
-from tests.parity import assert_at_home, attach, batch, random_state
+from tests.parity import assert_at_home, attach, batch, local, random_state
 from tests.policies import with_share
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -163,6 +163,7 @@ def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit
         if is_offloaded(loop.optimizer):
             assert_at_home(loop.optimizer)
     assert not is_offloaded(loop.optimizer) or not not_at_home(loop.model, loop.optimizer)
+    assert all(torch.isfinite(local(param.detach())).all() for param in plain.params), "equality of NaN shows little"
 
 
 def together(loops: tuple[Loop, Loop], steps: int) -> Iterator[tuple[int, Loop]]:
