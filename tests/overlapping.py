@@ -159,11 +159,20 @@ def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit
             one.train(1, habit, step)
             drawn.append(random_state(one.device))
         assert not different(plain.everything(), loop.everything()), f"after step {step}"
+        assert plain.orders() == loop.orders()
         assert torch.equal(*drawn), "offload has drawn random numbers of the user's"
         if is_offloaded(loop.optimizer):
             assert_at_home(loop.optimizer)
     assert not is_offloaded(loop.optimizer) or not not_at_home(loop.model, loop.optimizer)
     assert all(torch.isfinite(local(param.detach())).all() for param in plain.params), "equality of NaN shows little"
+
+
+def assert_trained(loop: Loop) -> None:
+    """That something was shown: every parameter has changed since the seed."""
+    torch.manual_seed(0)
+    start = dict(loop.net().named_parameters())
+    same = [name for name, one in loop.named.items() if one.numel() and torch.equal(one.to(start[name]), start[name])]
+    assert not same
 
 
 def together(loops: tuple[Loop, Loop], steps: int) -> Iterator[tuple[int, Loop]]:

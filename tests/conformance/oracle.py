@@ -262,9 +262,6 @@ class Loop:
         for name, param in self.model.state_dict().items():
             found[name] = local(param.detach())
         found["random numbers"] = self.random
-        groups = self.optimizer.param_groups
-        if self.case.save in ("none", "memory") and self.case.masters == "none" and not self.case.host:
-            found["orders"] = [[*map(list, groups)], {name: list(self.state_of(name)) for name in self.named}]
         for name in self.named:
             for key, value in sorted(self.state_of(name).items()):
                 if not isinstance(value, Tensor):
@@ -272,9 +269,13 @@ class Loop:
                     continue
                 for number, leaf in enumerate(leaves(value)):
                     found[f"{name} {key} {number}"] = leaf
-        for number, group in enumerate(groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             found |= {f"group {number} {key}": value for key, value in group.items() if key != "params"}
         return found
+
+    def orders(self) -> list[list[str]]:
+        """Of what groups and states have: those of a load, where there was one."""
+        return [*map(list, self.optimizer.param_groups), *(list(self.state_of(name)) for name in self.named)]
 
 
 def usual(loop: Loop, at: int) -> None:
@@ -542,6 +543,8 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
             if case.looks == "each" or at == len(case.program) - 1:
                 problems = different(*(run.everything() for run in runs))
                 problems += _misplaced(loop)
+                if case.save in ("none", "memory") and case.masters == "none" and not case.host:
+                    problems += [] if runs[0].orders() == runs[1].orders() else ["orders"]
                 problems = _of_all_ranks(problems, loop)
                 if problems:
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
