@@ -152,6 +152,7 @@ def pair(mesh: DeviceMesh | None, policy: OffloadPolicy | None, make: Any = adam
 
 def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit | None = None) -> None:
     """From where they are on; and state lives on the host, in the end with parameters that are to do so."""
+    assert same(plain, loop), "before the first of these steps"
     for step in range(plain.schedulers[0].last_epoch, plain.schedulers[0].last_epoch + steps):
         drawn = []
         for one in (plain, loop):

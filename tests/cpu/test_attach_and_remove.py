@@ -8,7 +8,7 @@ import pytest
 from torch import nn, optim
 
 from fsdp_offload.engine.engine import Engine
-from tests.overlapping import Loop, assert_same_each_step, pair, same
+from tests.overlapping import Loop, assert_same_each_step, pair
 from tests.parity import SMALL, Net, Zoo, attach
 from tests.tiers import spread
 
@@ -37,7 +37,6 @@ def test_add_param_group(kind: str, after_steps: int) -> None:
     for run in both:
         matrices = [param for param in run.params if param.dim() >= 2]
         run.optimizer.add_param_group({"params": matrices, "lr": 0.02, "weight_decay": 0.1})
-    assert same(*both)
     assert_same_each_step(*both, 10)
 
 

@@ -17,7 +17,7 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, r
 from fsdp_offload.api.report import notes_of
 from fsdp_offload.engine.engine import engine_of
 from tests.conformance.oracle import usual
-from tests.overlapping import Loop, assert_same_each_step, pair, same
+from tests.overlapping import Loop, assert_same_each_step, pair
 from tests.parity import Zoo, attach, params_of, take_step
 from tests.policies import with_share
 from tests.tiers import spread
@@ -80,7 +80,6 @@ def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
         RuntimeError, match=r"last cannot be updated: its gradient is torch.sparse_coo.*sparse=False\). Nothing has"
     ):
         run.optimizer.step()
-    assert same(plain, run)
     assert_same_each_step(plain, run, 1, again)
 
 
@@ -157,7 +156,6 @@ def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
         run.update()
     group.clear()
     group.update(right)
-    assert same(plain, run)
     assert_same_each_step(plain, run, 2, again)
 
 
@@ -182,7 +180,6 @@ def test_an_exception_in_the_users_code_loses_nothing(where: str) -> None:
     if where == "post":  # the step is done by then
         give_gradients(plain)
         plain.update()
-    assert same(plain, run)
     assert_same_each_step(plain, run, 2, again)
 
 

@@ -349,7 +349,6 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
         patch.setattr(Cache, "_take", full)
         go_through(optimizer, ["reload"])
     assert_at_home(optimizer)
-    assert same(*both)
     assert_same_each_step(*both, 2)
 
 
