@@ -84,7 +84,7 @@ def linear_blocks(mesh: DeviceMesh, width: int = 12, count: int = 3, *, bias: bo
 
 
 class Loop(oracle.Loop):
-    """A run with a network, an optimizer and a policy of the test's own; ``None``: a plain one, or on no mesh."""
+    """A run with a network, an optimizer and a policy of the test's own; ``None``: a plain one, or not sharded."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit
             torch.manual_seed(step)
             one.train(1, habit, step)
             drawn.append(random_state(one.device))
-        assert not different(plain.everything(), loop.everything()), f"after step {step}"
+        assert same(plain, loop), f"after step {step}"
         assert plain.orders() == loop.orders()
         assert torch.equal(*drawn), "offload has drawn random numbers of the user's"
         if is_offloaded(loop.optimizer):
@@ -172,8 +172,8 @@ def assert_trained(loop: Loop) -> None:
     """That something was shown: every parameter has changed since the seed."""
     torch.manual_seed(0)
     start = dict(loop.net().named_parameters())
-    same = [name for name, one in loop.named.items() if one.numel() and torch.equal(one.to(start[name]), start[name])]
-    assert not same
+    params = [(one.to(start[name]), start[name]) for name, one in loop.named.items() if one.numel()]
+    assert not any(torch.equal(*both) for both in params)
 
 
 def together(loops: tuple[Loop, Loop], steps: int) -> Iterator[tuple[int, Loop]]:

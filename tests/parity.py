@@ -51,9 +51,9 @@ class Run:
         return "_offload_engine" in vars(self.optimizer)
 
 
-def batch(step: int, device: torch.device, dtype: torch.dtype, rows: int = 4) -> Tensor:
+def batch(step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(rows, 16, generator=generator).to(device, dtype)
+    return torch.randn(4, 16, generator=generator).to(device, dtype)
 
 
 class Pair:
@@ -69,19 +69,6 @@ class Pair:
 
     def attach(self, policy: OffloadPolicy = SMALL, *, with_model: bool = False) -> None:
         attach(self.offloaded.optimizer, policy=policy, model=self.offloaded.model if with_model else None)
-
-    def each(self, action: Callable[[Run], object]) -> None:
-        """``action`` on both sides, with the same random numbers."""
-        before = random_state(self.plain.device)
-        action(self.plain)
-        after = random_state(self.plain.device)
-        set_random_state(self.plain.device, before)
-        action(self.offloaded)
-        assert same_bits(after, random_state(self.plain.device)), "offload has drawn random numbers of the user's"
-
-    def differences(self) -> Iterator[str]:
-        """What is not the same, in words."""
-        return differences(self.plain, self.offloaded)
 
     def assert_same(self) -> None:
         found = list(self.differences())
@@ -235,13 +222,6 @@ def offloaded_names(optimizer: Optimizer) -> set[str]:
 def random_state(device: torch.device) -> Tensor:
     on_device = torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else torch.empty(0)
     return torch.cat([torch.get_rng_state(), on_device.to(torch.uint8).cpu()])
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    host_size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:host_size])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state[host_size:], device)
 
 
 def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:

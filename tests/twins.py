@@ -62,10 +62,12 @@ class Twins(Pair):
 
     def update(self, make_gradients: MakeGradients = gradients) -> None:
         """One step of both with the same gradients."""
-        self.each(lambda run: run.optimizer.zero_grad())
+        for run in self:
+            run.optimizer.zero_grad()
         make_gradients(self.low, self.steps)
         self.hand_over()
-        self.each(lambda run: run.optimizer.step())
+        for run in self:
+            run.optimizer.step()
         self.steps += 1
 
     def hand_over(self) -> None:

@@ -31,16 +31,7 @@ from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
-from tests.overlapping import (
-    EVERY_POLICY,
-    POLICIES,
-    Loop,
-    assert_same_each_step,
-    assert_trained,
-    pair,
-    policy_of,
-    same,
-)
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, assert_same_each_step, assert_trained, pair, policy_of, same
 from tests.parity import SMALL, Net, Zoo, attach, local
 from tests.tiers import spread
 from tests.twins import make_twins
