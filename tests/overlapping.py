@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -21,8 +20,8 @@ from fsdp_offload.engine.speculation import Speculation
 from tests.at_home import not_at_home
 from tests.conformance import oracle
 from tests.conformance.axes import Block, Case
-from tests.conformance.oracle import clip_by, different, schedule, usual
-from tests.parity import attach
+from tests.conformance.oracle import clip_by, different, rank, schedule, usual
+from tests.parity import assert_at_home, attach, batch, local, random_state
 from tests.policies import with_share
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -85,30 +84,30 @@ def linear_blocks(mesh: DeviceMesh, width: int = 12, count: int = 3, *, bias: bo
 
 
 class Loop(oracle.Loop):
-    """A run with a network, an optimizer and a policy of the test's own; ``None``: a plain one."""
+    """A run with a network, an optimizer and a policy of the test's own; ``None``: a plain one, or not sharded."""
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | None,
         make: Callable[[Any], Optimizer],
         policy: OffloadPolicy | None,
         *,
-        net: Callable[[], Net] = Net,
+        net: Callable[[], Any] = Net,
         micro_batches: int = 1,
-        prepare: Callable[[Net], object] = lambda model: None,
+        prepare: Callable[[Any], object] = lambda model: None,
+        device: str = "cpu",
     ) -> None:
         self.mesh, self.policy, self.net, self.made, self.prepare = mesh, policy, net, make, prepare
-        device = torch.device(mesh.device_type, dist.get_rank() if mesh.device_type != "cpu" else None)
-        super().__init__(Case(micro=micro_batches), device)
+        device = device if mesh is None else mesh.device_type
+        super().__init__(Case(micro=micro_batches), torch.device(device, rank() if device != "cpu" else None))
         if policy is not None:
             self.attach()
 
     def make(self) -> None:
         torch.manual_seed(0)
         self.model = self.net().to(self.device)
-        for block in (*self.model.blocks, self.model.extra):
-            fully_shard(block, mesh=self.mesh)
-        fully_shard(self.model, mesh=self.mesh)
+        for module in (*self.model.blocks, self.model.extra, self.model) if self.mesh is not None else ():
+            fully_shard(module, mesh=self.mesh)
         self.prepare(self.model)
         # Sharded; after an evaluation, the model's own may be gathered.
         self.named = dict(self.model.named_parameters())
@@ -116,10 +115,12 @@ class Loop(oracle.Loop):
         self.schedulers = [schedule(self.optimizer)]
 
     def attach(self) -> None:
-        attach(self.optimizer, model=self.model, policy=self.policy)
+        attach(self.optimizer, model=None if self.mesh is None else self.model, policy=self.policy)
 
     def batch(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+        if self.mesh is None:
+            return batch(seed, self.device, self.params[0].dtype)
+        generator = torch.Generator().manual_seed(100 * seed + rank())
         return torch.randint(0, 51, (3, 7), generator=generator).to(self.device)
 
     def train(self, steps: int, habit: Habit | None = None, first: int = 0) -> "Loop":
@@ -145,15 +146,34 @@ class Loop(oracle.Loop):
         return self
 
 
-def pair(mesh: DeviceMesh, policy: OffloadPolicy, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
+def pair(mesh: DeviceMesh | None, policy: OffloadPolicy | None, make: Any = adamw, **kwargs: Any) -> tuple[Loop, Loop]:
     return Loop(mesh, make, None, **kwargs), Loop(mesh, make, policy, **kwargs)
 
 
 def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit | None = None) -> None:
-    """From where they are on; and in the end parameters that are to live on the host do so."""
+    """From where they are on; and state lives on the host, in the end with parameters that are to do so."""
+    assert same(plain, loop), "before the first of these steps"
     for step in range(plain.schedulers[0].last_epoch, plain.schedulers[0].last_epoch + steps):
-        assert same(plain.train(1, habit, step), loop.train(1, habit, step)), f"after step {step}"
+        drawn = []
+        for one in (plain, loop):
+            torch.manual_seed(step)
+            one.train(1, habit, step)
+            drawn.append(random_state(one.device))
+        assert same(plain, loop), f"after step {step}"
+        assert plain.orders() == loop.orders()
+        assert torch.equal(*drawn), "offload has drawn random numbers of the user's"
+        if is_offloaded(loop.optimizer):
+            assert_at_home(loop.optimizer)
     assert not is_offloaded(loop.optimizer) or not not_at_home(loop.model, loop.optimizer)
+    assert all(torch.isfinite(local(param.detach())).all() for param in plain.params), "equality of NaN shows little"
+
+
+def assert_trained(loop: Loop) -> None:
+    """That something was shown: every parameter has changed since the seed."""
+    torch.manual_seed(0)
+    start = dict(loop.net().named_parameters())
+    params = [(one.to(start[name]), start[name]) for name, one in loop.named.items() if one.numel()]
+    assert not any(torch.equal(*both) for both in params)
 
 
 def together(loops: tuple[Loop, Loop], steps: int) -> Iterator[tuple[int, Loop]]:

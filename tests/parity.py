@@ -1,11 +1,7 @@
-"""Trains the same model with and without offload, side by side, and compares all that training has left behind.
+"""What comparisons with plain training are made of: models, two sides, and what is not the same, bit by bit.
 
-    pair = make_pair(Zoo, lambda params: torch.optim.AdamW(params))
-    pair.train(10)
-
-Both sides start from the same seed and see the same data and the same random numbers. After each step every parameter,
-every state tensor, every counter and every entry of the param groups has to be the same, bit by bit. Works on any
-device and with DTensors: then the local tensors are compared, and what is offloaded has to be on the host.
+Works on any device and with DTensors: then the local tensors are compared, and what is offloaded has to be on the host.
+``tests/overlapping.py`` trains both sides by the loop of the conformance suite.
 """
 
 import warnings
@@ -19,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload
+from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.engine import step as steps
 from fsdp_offload.fsdp.dtensor import local_shard
 
@@ -55,21 +51,9 @@ class Run:
         return "_offload_engine" in vars(self.optimizer)
 
 
-Action = Callable[[Run, int], Any]
-
-
-def batch(step: int, device: torch.device, dtype: torch.dtype, rows: int = 4) -> Tensor:
+def batch(step: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(rows, 16, generator=generator).to(device, dtype)
-
-
-def train_step(run: Run, step: int) -> float:
-    """What most people's loops do."""
-    run.optimizer.zero_grad()
-    loss = run.loss(step)
-    loss.backward()
-    run.optimizer.step()
-    return loss.item()
+    return torch.randn(4, 16, generator=generator).to(device, dtype)
 
 
 class Pair:
@@ -86,73 +70,11 @@ class Pair:
     def attach(self, policy: OffloadPolicy = SMALL, *, with_model: bool = False) -> None:
         attach(self.offloaded.optimizer, policy=policy, model=self.offloaded.model if with_model else None)
 
-    def detach(self) -> None:
-        remove_offload(self.offloaded.optimizer)
-
-    def each(self, action: Callable[[Run], Any]) -> tuple[Any, Any]:
-        """``action`` on both sides, with the same random numbers; what it returned."""
-        before = random_state(self.plain.device)
-        of_plain = action(self.plain)
-        after = random_state(self.plain.device)
-        set_random_state(self.plain.device, before)
-        of_offloaded = action(self.offloaded)
-        assert same_bits(after, random_state(self.plain.device)), "offload has drawn random numbers of the user's"
-        return of_plain, of_offloaded
-
-    def train(self, steps: int = 10, action: Action = train_step) -> None:
-        """``action`` on both sides and :meth:`assert_same`, ``steps`` times."""
-        for _ in range(steps):
-            results = self.each(lambda run: action(run, self.steps))
-            assert results[0] == results[1], f"step {self.steps} returned {results}"
-            self.steps += 1
-            self.assert_same()
-
-    def differences(self) -> Iterator[str]:
-        """What is not the same, in words."""
-        return differences(self.plain, self.offloaded)
-
     def assert_same(self) -> None:
         found = list(self.differences())
         assert not found, f"after {self.steps} steps: " + "; ".join(found[:6])
         if self.offloaded.is_offloaded:
             assert_at_home(self.offloaded.optimizer)
-
-    def assert_trained(self, *untouched: str) -> None:
-        """That something was shown: every parameter but ``untouched`` has changed since the seed, and none is NaN."""
-        for name, param in self.plain.params.items():
-            start = self.plain.parts["start"][name]
-            assert torch.isfinite(local(param)).all(), f"{name} is not finite"
-            moved = not torch.equal(local(param).cpu(), start)
-            assert moved == (name not in untouched and local(param).numel() > 0), f"{name} moved: {moved}"
-
-
-def make_pair(
-    make_model: MakeModel,
-    make_optimizer: MakeOptimizer,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    policy: OffloadPolicy | None = SMALL,
-    seed: int = 0,
-) -> Pair:
-    """Both sides, from the same seed; the second attached unless ``policy`` is ``None``."""
-    device = torch.device(device)
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(seed)
-        model = make_model()
-        if not any(isinstance(param, DTensor) for param in model.parameters()):
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Complex modules are a new feature")
-                model = model.to(device).to(dtype)
-        run = Run(model, make_optimizer(model.parameters()), device, dtype)
-        run.parts["start"] = {name: local(param).detach().cpu().clone() for name, param in run.params.items()}
-        runs.append(run)
-    pair = Pair(*runs)
-    pair.assert_same()
-    if policy is not None:
-        pair.attach(policy)
-    return pair
 
 
 def attach(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
@@ -169,26 +91,15 @@ def differences(plain: Run, offloaded: Run) -> Iterator[str]:
     """What is not the same, in words."""
     if list(plain.params) != list(offloaded.params):
         yield f"parameters {list(plain.params)} and {list(offloaded.params)}"
-    names = {}
+    yield from group_differences(plain.optimizer, offloaded.optimizer)
+    states = plain.optimizer.state, offloaded.optimizer.state
     for name, one, other in zip(plain.params, plain.params.values(), offloaded.params.values(), strict=True):
-        names[one] = name
         if not same_value(one.detach(), other.detach()):
             yield f"parameter {name}"
-    yield from optimizer_differences(plain.optimizer, offloaded.optimizer, names)
-
-
-def optimizer_differences(plain: Optimizer, offloaded: Optimizer, names: dict[Any, str]) -> Iterator[str]:
-    yield from group_differences(plain, offloaded)
-    pairs = dict(zip(params_of(plain), params_of(offloaded), strict=True))
-    # Which parameters have state. Their order is that of the buckets, not that of the plain optimizer's first step.
-    with_state = [names.get(param, "?") for param, other in pairs.items() if param in plain.state]
-    with_state_offloaded = [names.get(param, "?") for param, other in pairs.items() if other in offloaded.state]
-    if with_state != with_state_offloaded or len(plain.state) != len(offloaded.state):
-        yield f"there is state for {with_state} and {with_state_offloaded}"
-        return
-    for param, other in pairs.items():
-        if param in plain.state:
-            yield from state_differences(names.get(param, "?"), plain.state[param], offloaded.state[other])
+        if (one in states[0]) != (other in states[1]) or len(states[0]) != len(states[1]):
+            yield f"there is state for {name} on one side, or for others"
+        elif one in states[0]:
+            yield from state_differences(name, states[0][one], states[1][other])
 
 
 def group_differences(plain: Optimizer, offloaded: Optimizer) -> Iterator[str]:
@@ -311,13 +222,6 @@ def offloaded_names(optimizer: Optimizer) -> set[str]:
 def random_state(device: torch.device) -> Tensor:
     on_device = torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else torch.empty(0)
     return torch.cat([torch.get_rng_state(), on_device.to(torch.uint8).cpu()])
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    host_size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:host_size])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state[host_size:], device)
 
 
 def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:

@@ -62,10 +62,12 @@ class Twins(Pair):
 
     def update(self, make_gradients: MakeGradients = gradients) -> None:
         """One step of both with the same gradients."""
-        self.each(lambda run: run.optimizer.zero_grad())
+        for run in self:
+            run.optimizer.zero_grad()
         make_gradients(self.low, self.steps)
         self.hand_over()
-        self.each(lambda run: run.optimizer.step())
+        for run in self:
+            run.optimizer.step()
         self.steps += 1
 
     def hand_over(self) -> None:
@@ -100,12 +102,13 @@ class Twins(Pair):
         if not same_bits(local(param), rounded(self.kind, master, param.dtype)):
             yield f"parameter {name} is not what its master rounds to"
 
-    def assert_trained(self, *untouched: str) -> None:
-        """And every master is more than its parameter says."""
-        super().assert_trained(*untouched)
+    def assert_trained(self) -> None:
+        """That something was shown: parameters have changed since the seed, and masters say more than they do."""
         for name, param in self.low.params.items():
-            value = local(self.full.params[name].detach())
-            if param.dtype in LOW and name not in untouched and value.numel() > 1:  # a single one may be so by chance
+            value, start = local(self.full.params[name].detach()), self.full.parts["start"][name]
+            assert torch.isfinite(value).all(), f"{name} is not finite"
+            assert not torch.equal(value.cpu(), start) or not value.numel(), f"{name} has not moved"
+            if param.dtype in LOW and value.numel() > 1:  # a single one may be so by chance
                 assert not torch.equal(value, value.to(param.dtype).float()), f"the master of {name} says nothing more"
 
 

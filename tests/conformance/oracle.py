@@ -41,7 +41,7 @@ from tests.async_writers import Waits
 from tests.at_home import dropped_is_spoilt, not_at_home
 from tests.conformance.axes import LAYOUTS, Case, build
 from tests.conformance.following import Followed, of_small_pieces, seen
-from tests.parity import assert_at_home, attach, leaves, local, params_of, same_value
+from tests.parity import assert_at_home, attach, leaves, local, params_of, random_state, same_value
 from tests.twins import master_of, rounded
 
 NEVER, ALWAYS = 1e9, 1e-3
@@ -57,6 +57,8 @@ class Loop:
 
     waits: Waits
     followed: Followed | None = None
+    random: Tensor | None = None
+    """What random numbers would be drawn next, behind the last step."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -116,7 +118,7 @@ class Loop:
 
     def batch(self, seed: int) -> Tensor:
         sharing = LAYOUTS[self.case.layout].sharing
-        generator = torch.Generator().manual_seed(100 * seed + _rank() // sharing)
+        generator = torch.Generator().manual_seed(100 * seed + rank() // sharing)
         return torch.randint(0, 20, (2, 5), generator=generator).to(self.device)
 
     def backward(self, at: int, **options: Any) -> None:
@@ -259,6 +261,7 @@ class Loop:
         found["a scaler's"] = [hasattr(self.optimizer, name) for name in ("grad_scale", "found_inf")]
         for name, param in self.model.state_dict().items():
             found[name] = local(param.detach())
+        found["random numbers"] = self.random
         for name in self.named:
             for key, value in sorted(self.state_of(name).items()):
                 if not isinstance(value, Tensor):
@@ -267,9 +270,12 @@ class Loop:
                 for number, leaf in enumerate(leaves(value)):
                     found[f"{name} {key} {number}"] = leaf
         for number, group in enumerate(self.optimizer.param_groups):
-            found |= {f"group {number} {key}": value for key, value in group.items() if key in ("lr", "weight_decay")}
-            found[f"group {number} step"] = group.get("step", 0)
+            found |= {f"group {number} {key}": value for key, value in group.items() if key != "params"}
         return found
+
+    def orders(self) -> list[list[str]]:
+        """Of what groups and states have: those of a load, where there was one."""
+        return [*map(list, self.optimizer.param_groups), *(list(self.state_of(name)) for name in self.named)]
 
 
 def usual(loop: Loop, at: int) -> None:
@@ -492,7 +498,7 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _rank() -> int:
+def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -537,6 +543,8 @@ def _compare(case: Case, device: torch.device, habits: dict[str, Callable[[Loop,
             if case.looks == "each" or at == len(case.program) - 1:
                 problems = different(*(run.everything() for run in runs))
                 problems += _misplaced(loop)
+                if case.save in ("none", "memory") and case.masters == "none" and not case.host:
+                    problems += [] if runs[0].orders() == runs[1].orders() else ["orders"]
                 problems = _of_all_ranks(problems, loop)
                 if problems:
                     return [f"after step {at} ({habit}): {', '.join(problems[:6])}"]
@@ -576,11 +584,13 @@ def _one_step(run: Loop, at: int, habit: Callable[[Loop, int], None], folder: Pa
             run.seen.append(run.model(run.batch(10 * at + 9)).item())
         run.phase("release")
     if case.phases == "own":  # of each rank: no collective is in them
-        run.phase(*PHASES[: (_rank() + at) % 4])
+        run.phase(*PHASES[: (rank() + at) % 4])
+    torch.manual_seed(at)
     habit(run, at)
+    run.random = random_state(run.device)
     run.follow()
     if case.phases == "own":
-        run.phase(*PHASES[_rank() % 3 :])
+        run.phase(*PHASES[rank() % 3 :])
     if case.phases == "between" and at % 2:
         run.phase("offload", "release", *(["reload"] if at % 4 == 1 else []))
     if case.save != "async":  # whose writer has some of its own, whenever it comes to them

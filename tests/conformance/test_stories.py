@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_offload import OffloadPolicy, offload_optimizer, remove_offload, synchronize
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer, remove_offload, synchronize
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.fsdp import fully_shard as fully_shard_compat
 from fsdp_offload.fsdp.dtensor import local_shard
@@ -43,7 +43,7 @@ from tests.overlapping import (
     speculation_of,
     together,
 )
-from tests.parity import attach, make_pair, same_value
+from tests.parity import attach, same_value
 
 
 class Checkpointed(Net):
@@ -316,7 +316,8 @@ def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters:
         loop.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"refused: zero_grad\(\) before step"):
         loop.step()
-    loop.restore(saved)
+    for one in (plain, loop):
+        one.restore(saved)
     loop.optimizer.zero_grad()
     loop.seen.pop()
     assert same(plain.train(3, first=3), loop.train(3, first=3))
@@ -594,52 +595,44 @@ def test_the_checkpoint_of_cpu_offload(mesh: DeviceMesh, tmp_path: Path, monkeyp
     assert all(same_value(values[key], others[key]) for key in values)
 
 
-def frozen_net() -> nn.Module:
-    model = parity.Net()
-    model.up.requires_grad_(False)
-    return model
-
-
 @pytest.mark.parametrize("phases", [False, True])
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.ASGD, torch.optim.NAdam])
 def test_steps_without_any_gradient(cls: type[torch.optim.Optimizer], phases: bool) -> None:
     """Legal, also before the first real step, and while state is away; no counter moves that plainly does not."""
-    pair = make_pair(parity.Net, cls)
+    plain, loop = pair(None, parity.SMALL, cls, net=parity.Net)
 
-    def without(run: parity.Run, step: int) -> None:
-        run.optimizer.zero_grad()
-        if phases and run.is_offloaded:
-            run.optimizer.offload_states()
-            run.optimizer.release_states()
-        run.optimizer.step()
+    def without(run: Loop, step: int) -> None:
+        if phases and is_offloaded(run.optimizer):
+            run.phase("offload", "release")
+        run.step()
 
     with pytest.warns(UserWarning, match="has never found one"):
-        pair.train(2, without)
-    assert not pair.offloaded.optimizer.state
-    pair.train(2)
-    pair.train(3, without)
-    pair.train(2)
-    pair.assert_trained("unused.weight", "unused.bias")
+        assert_same_each_step(plain, loop, 2, without)
+    assert not loop.optimizer.state
+    for steps, habit in ((2, usual), (3, without), (2, usual)):
+        assert_same_each_step(plain, loop, steps, habit)
 
 
 def test_frozen_parameters_take_no_host_memory_until_they_are_trained() -> None:
     """State that may never be."""
-    everything = make_pair(parity.Net, torch.optim.AdamW).offloaded.optimizer.offload_report().memory.host_bytes
-    pair = make_pair(frozen_net, torch.optim.AdamW)
-    before = pair.offloaded.optimizer.offload_report().memory.host_bytes
-    frozen_bytes = 8 * sum(param.numel() for param in pair.offloaded.model.up.parameters())
+
+    def host_bytes() -> int:
+        return loop.optimizer.offload_report().memory.host_bytes
+
+    def freeze(model: Any, *, frozen: bool = True) -> None:
+        model.up.requires_grad_(not frozen)
+
+    everything = attach(torch.optim.AdamW(parity.Net().parameters())).offload_report().memory.host_bytes
+    plain, loop = pair(None, parity.SMALL, torch.optim.AdamW, net=parity.Net, prepare=freeze)
+    before, frozen_bytes = host_bytes(), 8 * sum(param.numel() for param in loop.model.up.parameters())
     assert before <= everything - frozen_bytes
-    pair.train(5)
-    pair.assert_trained("unused.weight", "unused.bias", "up.weight", "up.bias")
-    assert pair.offloaded.optimizer.offload_report().memory.host_bytes == before
-    for run in pair:
-        run.model.up.requires_grad_(True)
-    pair.train(5)
-    pair.assert_trained("unused.weight", "unused.bias")
-    assert pair.offloaded.optimizer.offload_report().memory.host_bytes >= before + frozen_bytes
-    for run in pair:
-        run.model.up.requires_grad_(False)
-    pair.train(3)
+    assert_same_each_step(plain, loop, 5)
+    assert host_bytes() == before
+    for frozen in (False, True):
+        for run in (plain, loop):
+            freeze(run.model, frozen=frozen)
+        assert_same_each_step(plain, loop, 5)
+        assert host_bytes() >= before + frozen_bytes
 
 
 class TwoOptimizers(Loop):

@@ -15,8 +15,8 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offloa
 from fsdp_offload.device.lanes import Lane
 from fsdp_offload.engine.engine import engine_of
 from tests.core.test_interrupts import values
-from tests.overlapping import Loop, adamw, linear_blocks
-from tests.parity import Run, Zoo, attach, host_copy, make_pair, same_value
+from tests.overlapping import Loop, adamw, linear_blocks, pair, same
+from tests.parity import SMALL, Zoo, attach, host_copy, same_value
 
 OVERLAPS = ["step", "forward", "iteration"]
 
@@ -180,26 +180,24 @@ def test_parameters_that_another_optimizer_has_moved_home_while_they_were_frozen
 
 def test_threads_with_optimizers_of_their_own() -> None:
     """All optimizers of a device share its lanes; steps of several threads take turns."""
-    pairs = [make_pair(Zoo, lambda params: AdamW(params, lr=0.02)) for _ in range(3)]
+    pairs = [pair(None, SMALL, adamw, net=Zoo) for _ in range(3)]
     before = threading.Barrier(len(pairs))
 
-    def train(number: int, run: Run, wait: Callable[[], object]) -> None:
+    def train(number: int, run: Loop, wait: Callable[[], object]) -> None:
         for step in range(40):
             wait()
             for index, param in enumerate(run.model.parameters()):
                 param.grad = torch.full_like(param, 0.1 * (1 + number + step % 3 + index))
             run.optimizer.step()
 
-    threads = [
-        threading.Thread(target=train, args=(number, pair.offloaded, before.wait)) for number, pair in enumerate(pairs)
-    ]
+    threads = [threading.Thread(target=train, args=(at, loop, before.wait)) for at, (_, loop) in enumerate(pairs)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for number, pair in enumerate(pairs):
-        train(number, pair.plain, lambda: None)
-        pair.assert_same()
+    for number, both in enumerate(pairs):
+        train(number, both[0], lambda: None)
+        assert same(*both)
 
 
 def test_a_full_queue_gets_copies_for_updates_and_none_ahead(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

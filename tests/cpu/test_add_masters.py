@@ -159,7 +159,8 @@ def test_counters_are_not_rounded_to_the_parameters() -> None:
     twins = plain("remainder", lambda params: optim.NAdam(params, lr=0.02))
     twins.train(2)
     before = saved(twins.low)["optimizer"]
-    twins.each(lambda run: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict())))
+    for run in twins:
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     for number, state in saved(twins.low)["optimizer"]["state"].items():
         assert state["mu_product"].dtype is torch.float32
         assert same_value(state["mu_product"], before["state"][number]["mu_product"])

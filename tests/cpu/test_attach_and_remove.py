@@ -8,7 +8,8 @@ import pytest
 from torch import nn, optim
 
 from fsdp_offload.engine.engine import Engine
-from tests.parity import SMALL, Net, Pair, Run, Zoo, attach, make_pair
+from tests.overlapping import Loop, assert_same_each_step, pair
+from tests.parity import SMALL, Net, Zoo, attach
 from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -25,31 +26,23 @@ SHARED = replace(SMALL, host_fraction=0.7)
 """Policy of ``on the CPU``: fused kernels have the same bits there."""
 
 
-def pair_of(kind: str, make: Callable[[Make], Make] = lambda make: make) -> Pair:
-    return make_pair(Net, make(KINDS[kind]), policy=SHARED if kind == "on the CPU" else SMALL)
-
-
 @spread(
     kind={kind: kind for kind in KINDS if kind != "adagrad"},  # torch's fails itself, up to 2.11
     after_steps={"0": 0, "3": 3},
 )
 def test_add_param_group(kind: str, after_steps: int) -> None:
-    pair = pair_of(kind, lambda make: lambda params: make([param for param in params if param.dim() < 2]))
-    pair.train(after_steps)
-    for run in pair:
-        matrices = [param for param in run.model.parameters() if param.dim() >= 2]
+    policy = SHARED if kind == "on the CPU" else SMALL
+    both = pair(None, policy, lambda params: KINDS[kind]([one for one in params if one.dim() < 2]), net=Net)
+    assert_same_each_step(*both, after_steps)
+    for run in both:
+        matrices = [param for param in run.params if param.dim() >= 2]
         run.optimizer.add_param_group({"params": matrices, "lr": 0.02, "weight_decay": 0.1})
-    pair.assert_same()
-    pair.train(10)
-    pair.assert_trained("unused.weight", "unused.bias")
+    assert_same_each_step(*both, 10)
 
 
-def change(**entries: Any) -> Callable[[Run], None]:
-    def action(run: Run) -> None:
-        for group in run.optimizer.param_groups:
-            group.update(entries)
-
-    return action
+def change(run: Loop, entries: dict[str, Any]) -> None:
+    for group in run.optimizer.param_groups:
+        group.update(entries)
 
 
 @pytest.mark.parametrize(
@@ -72,25 +65,23 @@ def change(**entries: Any) -> Callable[[Run], None]:
     ],
 )
 def test_hyperparameters_changed_by_hand(make: Make, entries: dict[str, Any]) -> None:
-    pair = make_pair(Zoo, make)
-    before = [{name: run.optimizer.param_groups[0][name] for name in entries} for run in pair]
-    pair.train(3)
-    pair.each(change(**entries))
-    pair.train(5)
-    for run, old in zip(pair, before, strict=True):
-        change(**old)(run)
-    pair.train(5)
-    pair.assert_trained()
+    both = pair(None, SMALL, make, net=Zoo)
+    before = {name: both[0].optimizer.param_groups[0][name] for name in entries}
+    assert_same_each_step(*both, 3)
+    for values in (entries, before):
+        for run in both:
+            change(run, values)
+        assert_same_each_step(*both, 5)
 
 
 def test_an_interrupt_in_the_middle_of_attaching_leaves_a_plain_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    pair = make_pair(Zoo, KINDS["adamw"], policy=None)
+    both = pair(None, None, KINDS["adamw"], net=Zoo)
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "take_all_blocks", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            attach(pair.offloaded.optimizer)
-    assert type(pair.offloaded.optimizer) is optim.AdamW
-    pair.train(2)
+            attach(both[1].optimizer)
+    assert type(both[1].optimizer) is optim.AdamW
+    assert_same_each_step(*both, 2)

@@ -12,7 +12,8 @@ from fsdp_offload.core.packing import CUT_NUMEL
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.optimizers.capabilities import rows
 from tests.cpu.test_parity_optimizers import FLAGS, IMPLEMENTATIONS
-from tests.parity import One, make_pair, same_bits
+from tests.overlapping import assert_same_each_step, pair
+from tests.parity import SMALL, One, same_bits
 
 CLASSES = [getattr(optim, name.partition(":")[2]) for name in rows() if name.startswith("torch.optim:")]
 
@@ -119,6 +120,6 @@ def test_parameters_that_threads_share(dtype: torch.dtype) -> None:
     def make(params: Any) -> optim.Optimizer:
         return optim.SGD(params, momentum=0.9, weight_decay=0.1, nesterov=True)
 
-    pair = make_pair(lambda: One(40003), make, dtype=dtype)
-    pair.train(5)
-    assert (pair.offloaded.optimizer.offload_report().kept.moving_buckets > 1) == (dtype is torch.float32)
+    plain, loop = pair(None, SMALL, make, net=lambda: One(40003).to(dtype))
+    assert_same_each_step(plain, loop, 5)
+    assert (loop.optimizer.offload_report().kept.moving_buckets > 1) == (dtype is torch.float32)

@@ -1,6 +1,5 @@
 """Bad input and faults: each says what was expected, what was found and what to do, and loses nothing."""
 
-import copy
 import importlib
 import re
 import warnings
@@ -17,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_optimizer, remove_offload
 from fsdp_offload.api.report import notes_of
 from fsdp_offload.engine.engine import engine_of
-from tests.parity import Pair, Run, Zoo, make_pair
+from tests.conformance.oracle import usual
+from tests.overlapping import Loop, assert_same_each_step, pair
+from tests.parity import Zoo, attach, params_of, take_step
 from tests.policies import with_share
 from tests.tiers import spread
 
@@ -39,33 +40,38 @@ class Net(nn.Module):
 
 def pair_of(
     make: Callable[..., Optimizer] = torch.optim.AdamW, policy: OffloadPolicy = POLICY, steps: int = 1, **options: Any
-) -> Pair:
+) -> tuple[Loop, Loop]:
     """Trained for so many steps."""
-    pair = make_pair(Net, partial(make, **options), policy=None)
-    pair.attach(policy, with_model=True)
-    pair.train(steps)
-    return pair
+    both = pair(None, None, partial(make, **options), net=Net)
+    attach(both[1].optimizer, model=both[1].model, policy=policy)
+    assert_same_each_step(*both, steps)
+    return both
 
 
-def give_gradients(run: Run, step: int = 1) -> None:
-    run.optimizer.zero_grad()
-    run.loss(step).backward()
+def give_gradients(run: Loop, step: int = 1) -> None:
+    run.clear()
+    run.model(run.batch(step)).backward()
+
+
+def again(run: Loop, step: int) -> None:
+    """Train with new gradients, whatever there was."""
+    run.clear()
+    usual(run, step)
 
 
 def test_parameters_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair(Net, torch.optim.AdamW, policy=None)
-    last, real = pair.offloaded.model.last, torch.Tensor.device.__get__
+    both = pair(None, None, torch.optim.AdamW, net=Net)
+    last, real = both[1].model.last, torch.Tensor.device.__get__
     elsewhere = property(lambda tensor: torch.device("cuda", 1) if tensor is last else real(tensor))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "device", elsewhere)
         with pytest.raises(ValueError, match=r"first on cpu, last on cuda:1\. Use one optimizer for each"):
-            pair.attach(POLICY, with_model=True)
-    pair.train(2)
+            attach(both[1].optimizer, model=both[1].model, policy=POLICY)
+    assert_same_each_step(*both, 2)
 
 
 def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
-    pair = pair_of()
-    run = pair.offloaded
+    plain, run = pair_of()
     give_gradients(run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.11 warns of unchecked invariants whatever one asks for
@@ -74,8 +80,7 @@ def test_a_sparse_gradient_changes_nothing_and_the_next_step_works() -> None:
         RuntimeError, match=r"last cannot be updated: its gradient is torch.sparse_coo.*sparse=False\). Nothing has"
     ):
         run.optimizer.step()
-    pair.assert_same()
-    pair.train(1)
+    assert_same_each_step(plain, run, 1, again)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +96,8 @@ def test_a_failed_update_is_named_and_nothing_goes_on_until_a_load(
     broken: int, error: type[BaseException], message: str, steps_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load that is refused does not count."""
-    pair = pair_of(steps=steps_before, foreach=False)
-    model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    plain, run = pair_of(steps=steps_before, foreach=False)
+    optimizer, saved = run.optimizer, run.copy()
     real, calls = adam_module.adam, list[int]()
 
     def adam(*args: Any, **kwargs: Any) -> None:
@@ -102,16 +106,16 @@ def test_a_failed_update_is_named_and_nothing_goes_on_until_a_load(
         if len(calls) > broken:
             raise error("a bit has flipped")
 
-    give_gradients(pair.offloaded)
+    give_gradients(run)
     with monkeypatch.context() as patch:
         patch.setattr(adam_module, "adam", adam)
         with pytest.raises(error, match="a bit has flipped"):
             optimizer.step()
 
-    for number, (name, param) in enumerate(model.named_parameters()):
-        assert torch.equal(param, saved[0][name]) == (number > broken)
+    for number, (name, param) in enumerate(run.named.items()):
+        assert torch.equal(param, saved["model"][name]) == (number > broken)
     with pytest.raises(ValueError, match="middle"):
-        optimizer.load_state_dict({**saved[1], "state": {1: {"other": torch.zeros(())}}})
+        optimizer.load_state_dict({**saved["optimizers"][0], "state": {1: {"other": torch.zeros(())}}})
     message = rf"{error.__name__}: a bit has flipped\. {message}.*load_state_dict"
     for refused in (optimizer.step, optimizer.state_dict, lambda: remove_offload(optimizer)):
         with pytest.raises(RuntimeError, match=message):
@@ -119,11 +123,10 @@ def test_a_failed_update_is_named_and_nothing_goes_on_until_a_load(
     assert "Not usable" in str(optimizer.offload_report())
     assert isinstance(optimizer, OffloadedOptimizer)
 
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    pair.plain.optimizer.load_state_dict(copy.deepcopy(pair.plain.optimizer.state_dict()))
-    pair.train(2)
-    pair.detach()
+    for one in (plain, run):
+        one.restore(saved)
+    assert_same_each_step(plain, run, 2, again)
+    run.remove()
 
 
 UNUSABLE = [("lr", "1e-3"), ("lr", None), ("betas", ("0.9", 0.999)), ("betas", None), ("eps", None)]
@@ -139,22 +142,21 @@ def test_a_hyperparameter_that_no_step_can_use_is_named_and_nothing_is_lost(
     entry: tuple[str, object], steps_before: int, options: dict[str, Any]
 ) -> None:
     name, value = entry
-    pair = pair_of(torch.optim.Adam, steps=steps_before, **options)
-    group = pair.offloaded.optimizer.param_groups[0]
+    plain, run = pair_of(torch.optim.Adam, steps=steps_before, **options)
+    group = run.optimizer.param_groups[0]
     right = dict(group)
     group[name] = value
     said = re.escape(f"param_groups[0]['{name}'] = {value!r}")
-    give_gradients(pair.offloaded)
+    give_gradients(run)
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"(?s)step\(\) cannot run with {said}: TypeError: .*Nothing has been"):
-            pair.offloaded.optimizer.step()
+            run.update()
     del group[name]
     with pytest.raises(ValueError, match=rf"cannot run with param_groups\[0\] without '{name}': KeyError"):
-        pair.offloaded.optimizer.step()
+        run.update()
     group.clear()
     group.update(right)
-    pair.assert_same()
-    pair.train(2)
+    assert_same_each_step(plain, run, 2, again)
 
 
 def fail(*_: Any) -> None:
@@ -163,12 +165,12 @@ def fail(*_: Any) -> None:
 
 @pytest.mark.parametrize("where", ["closure", "pre", "post", "global"])
 def test_an_exception_in_the_users_code_loses_nothing(where: str) -> None:
-    pair = pair_of()
-    optimizer = pair.offloaded.optimizer
+    plain, run = pair_of()
+    optimizer = run.optimizer
     pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
     register = {"pre": pre, "post": post, "global": register_optimizer_step_pre_hook}.get(where, lambda _: None)
     handle = register(fail)
-    give_gradients(pair.offloaded)
+    give_gradients(run)
     try:
         with pytest.raises(ArithmeticError):
             optimizer.step(fail if handle is None else None)  # type: ignore[arg-type]
@@ -176,10 +178,9 @@ def test_an_exception_in_the_users_code_loses_nothing(where: str) -> None:
         if handle is not None:
             handle.remove()
     if where == "post":  # the step is done by then
-        give_gradients(pair.plain)
-        pair.plain.optimizer.step()
-    pair.assert_same()
-    pair.train(2)
+        give_gradients(plain)
+        plain.update()
+    assert_same_each_step(plain, run, 2, again)
 
 
 def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() -> None:
@@ -205,22 +206,20 @@ def test_another_layout_of_a_cut_parameter_is_refused_before_anything_changes() 
 )
 def test_a_step_past_the_offload_is_refused(capture: Callable[[Optimizer], Callable[[], object]]) -> None:
     """One that was captured before attaching, and the class's own."""
-    pair = make_pair(Net, torch.optim.AdamW, policy=None)
-    captured = [capture(run.optimizer) for run in pair]
-    pair.train(1)
-    pair.attach(POLICY)
-    give_gradients(pair.offloaded)
+    optimizers = [torch.optim.AdamW(Net().parameters()) for _ in range(2)]
+    captured = [capture(one) for one in optimizers]
+    attach(optimizers[1], policy=POLICY)
+    for one in optimizers:
+        take_step(one)
     with pytest.raises(
         RuntimeError, match=r"AdamW\.step was captured before offload_optimizer.*Nothing has been changed"
     ):
         captured[1]()
-    pair.assert_same()
-    pair.train(1)
-    pair.detach()
-    for run, step in zip(pair, captured, strict=True):
-        give_gradients(run)
+    assert all(map(torch.equal, *map(params_of, optimizers)))
+    remove_offload(optimizers[1])
+    for step in captured:
         step()
-    pair.assert_same()
+    assert all(map(torch.equal, *map(params_of, optimizers)))
 
 
 @pytest.mark.filterwarnings("default")

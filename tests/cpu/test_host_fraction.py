@@ -31,8 +31,8 @@ from fsdp_offload.optimizers import capabilities_of
 from tests import host_worker_gate
 from tests.async_writers import Reading
 from tests.cpu.test_parity_optimizers import FLAGS
-from tests.overlapping import EVERY_POLICY, POLICIES, Loop, policy_of, same
-from tests.parity import SMALL, Net, Pair, Zoo, attach, local, make_pair, train_step
+from tests.overlapping import EVERY_POLICY, POLICIES, Loop, assert_same_each_step, assert_trained, pair, policy_of, same
+from tests.parity import SMALL, Net, Zoo, attach, local
 from tests.tiers import spread
 from tests.twins import make_twins
 
@@ -73,24 +73,27 @@ def elementwise_cases() -> Iterator[Any]:
 @spread(case={case.id: case.values for case in elementwise_cases()}, fraction=BOTH)
 def test_same_bits(case: tuple[type[Optimizer], dict[str, Any]], fraction: float) -> None:
     cls, kwargs = case
-    pair = make_pair(Zoo, lambda params: cls(params, **kwargs), policy=policy(fraction))
+    both = pair(None, policy(fraction), partial(cls, **kwargs), net=Zoo)
     keeps_state = bool(kwargs.get("momentum")) or cls is not optim.SGD
-    assert bool(host_names(pair.offloaded.optimizer)) == keeps_state
-    pair.train(8)
-    pair.assert_trained()
+    assert bool(host_names(both[1].optimizer)) == keeps_state
+    assert_same_each_step(*both, 8)
+    assert_trained(both[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_fused_kernel_that_is_wrong_is_not_used(dtype: torch.dtype) -> None:
     """torch's fused SGD on the CPU does not update whole vectors in these dtypes: also where the user wants it."""
-    pair = make_pair(lambda: nn.Linear(16, 32), partial(optim.SGD, lr=0.02, momentum=0.9), dtype=dtype, policy=None)
-    pair.offloaded.optimizer = optim.SGD(pair.offloaded.model.parameters(), lr=0.02, momentum=0.9, fused=True)
-    pair.attach(policy(1.0))
+    models = [nn.Linear(16, 32, dtype=dtype) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [
+        optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=at == 1) for at, model in enumerate(models)
+    ]
+    attach(optimizers[1], policy=policy(1.0))
     for _ in range(4):
-        for run in pair:
-            run.model(torch.ones(3, 16, dtype=dtype)).sum().backward()
-            run.optimizer.step()
-        assert all(map(torch.equal, pair.plain.params.values(), pair.offloaded.params.values()))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(3, 16, dtype=dtype)).sum().backward()
+            optimizer.step()
+        assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 def test_a_scaler_that_needs_that_kernel_is_refused_before_anything_changes() -> None:
@@ -109,20 +112,18 @@ def test_a_first_gradient_beside_others_that_have_state(cls: type[Optimizer]) ->
     """The host takes the fused kernel; torch's fused SGD fails where only some parameters have state."""
 
     flags = {"momentum": 0.9, "dampening": 0.1} if cls is optim.SGD else {}
-    make = partial(cls, lr=0.02, foreach=False, **flags)
-    pair = make_pair(Net, make, dtype=torch.float64, policy=policy(1.0))
-    assert host_names(pair.offloaded.optimizer)
+    both = pair(None, policy(1.0), partial(cls, lr=0.02, foreach=False, **flags), net=lambda: Net().to(torch.float64))
+    assert host_names(both[1].optimizer)
     for at in range(5):
-        for run in pair:
-            run.optimizer.zero_grad()
-            run.loss(at).backward()
-            for name, param in run.params.items():
+        for run in both:
+            run.backward(at)
+            for name, param in run.named.items():
                 if at < 2 and name.endswith("bias"):
                     param.grad = None
-            run.optimizer.step()
-    for one, other in zip(pair.plain.params.values(), pair.offloaded.params.values(), strict=True):
+            run.step()
+    for one, other in zip(*(run.params for run in both), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)  # another kernel than that of the plain optimizer
-        assert pair.plain.optimizer.state[one].keys() == pair.offloaded.optimizer.state[other].keys()
+        assert both[0].optimizer.state[one].keys() == both[1].optimizer.state[other].keys()
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.Adagrad, optim.AdamW])
@@ -193,28 +194,28 @@ def test_steps_in_a_row_count_each_range_of_a_parameter(mesh: DeviceMesh) -> Non
 
 
 def test_removed_and_attached_again_with_other_fractions() -> None:
-    pair = make_pair(Net, fused_adamw, policy=policy(0.7))
+    plain, loop = pair(None, policy(0.7), fused_adamw, net=Net)
     for fraction in (0.0, 1.0, 0.3):
-        pair.train(2)
-        pair.detach()
-        pair.train(1)
-        pair.attach(policy(fraction))
-    pair.train(2)
+        assert_same_each_step(plain, loop, 2)
+        loop.remove()
+        assert_same_each_step(plain, loop, 1)
+        attach(loop.optimizer, policy=policy(fraction))
+    assert_same_each_step(plain, loop, 2)
 
 
 @spread(snapshot_bytes={"spare": 1 << 20, "none": 0}, fraction=BOTH)
 def test_homes_that_are_read_are_not_written(fraction: float, snapshot_bytes: int) -> None:
     """The update runs in a spare home; where there is none, the step waits for the reader."""
-    pair = make_pair(Net, fused_adamw, policy=policy(fraction, snapshot_bytes=snapshot_bytes))
-    pair.train(2)
-    engine = engine_of(pair.offloaded.optimizer)
+    both = pair(None, policy(fraction, snapshot_bytes=snapshot_bytes), fused_adamw, net=Net)
+    assert_same_each_step(*both, 2)
+    engine = engine_of(both[1].optimizer)
     for _ in range(3):
         reader = Reading()
         homes = [shard.home for shard in engine.plan.shards.values()]
         lent = [leaf for home in homes for leaves in home.leaves.values() for leaf in leaves]
         before = [leaf.clone() for leaf in lent]
         engine.lending.lend(reader, homes)
-        pair.train(1)
+        assert_same_each_step(*both, 1)
         assert all(torch.equal(one, other) for one, other in zip(lent, before, strict=True)) == bool(snapshot_bytes)
         assert bool(reader.waited) == (not snapshot_bytes)
         reader.reading = False
@@ -386,24 +387,24 @@ def test_later_buckets_of_a_failed_step_are_left_alone(failing: list[str]) -> No
 
 def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host has made in it is not in ``optimizer.state``: the next step must not begin anew in silence."""
-    plain, run = make_pair(Net, fused_adamw, policy=policy(0.5))
+    plain, run = pair(None, policy(0.5), fused_adamw, net=Net)
 
     def interrupted(self: HostUpdates) -> Any:
         raise KeyboardInterrupt
 
-    start = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    start = run.copy()
     with monkeypatch.context() as patch:
         patch.setattr(HostUpdates, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train_step(run, 0)
+            run.train(1)
     for action in (run.optimizer.step, run.optimizer.state_dict):
         with pytest.raises(RuntimeError, match=r"refused: .*KeyboardInterrupt"):
             action()
-    pair = Pair(plain, run)
-    for one in pair:
-        one.model.load_state_dict(start[0])
-        one.optimizer.load_state_dict(start[1])
-    pair.train(3)
+    for one in (plain, run):
+        one.restore(start)
+    run.clear()
+    run.seen.clear()
+    assert_same_each_step(plain, run, 3)
 
 
 class LostMark:
@@ -501,17 +502,18 @@ def test_weights_loaded_after_the_optimizer_was_dropped_stay(mesh: DeviceMesh, m
 FORKING = """
 from tests.cpu.test_host_fraction import fused_adamw, host_names, policy
 from tests.forks import in_forked_child
-from tests.parity import Net, make_pair
+from tests.overlapping import assert_same_each_step, pair
+from tests.parity import Net
 
 def train():
-    pair = make_pair(Net, fused_adamw, policy=policy(0.5))
-    pair.train(2)
-    return bool(host_names(pair.offloaded.optimizer))
+    both = pair(None, policy(0.5), fused_adamw, net=Net)
+    assert_same_each_step(*both, 2)
+    return bool(host_names(both[1].optimizer))
 
-of_parent = make_pair(Net, fused_adamw, policy=policy(0.5))
-of_parent.train(2)
+of_parent = pair(None, policy(0.5), fused_adamw, net=Net)
+assert_same_each_step(*of_parent, 2)
 assert in_forked_child(train) == 0
-of_parent.train(2)
+assert_same_each_step(*of_parent, 2)
 """
 
 

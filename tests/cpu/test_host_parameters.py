@@ -5,19 +5,23 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload.device.driver import CopyCalls
 from fsdp_offload.device.lanes import QUEUED_PIECES, EventMark, Lane, Mark, TurnsLane, pieces_of
+from tests.conformance.axes import Case
+from tests.conformance.oracle import Loop, compare
+from tests.conformance.programs import HABITS
 from tests.cpu.test_host_fraction import fused_adamw
-from tests.parity import SMALL, Run, Zoo, attach, local, make_pair
+from tests.overlapping import assert_same_each_step, pair
+from tests.parity import SMALL, Zoo, attach, local
 
 ALL_OF_IT = replace(SMALL, host_fraction=1.0)
 
@@ -44,24 +48,18 @@ def _no_grad(function: Callable[..., object], *args: Any) -> None:
         function(*args)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
+def writing(write: Callable[[Tensor], object], run: Loop, at: int) -> None:
+    HABITS["usual"](run, at)
+    write(run.named["blocks.0.down.weight"])
+
+
+@pytest.mark.parametrize("layout", ["blocks", "unsharded"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_write_is_followed(mesh: DeviceMesh, write: Callable[[Tensor], object], sharded: bool) -> None:
+def test_every_write_is_followed(mesh: DeviceMesh, write: Callable[[Tensor], object], layout: str) -> None:
     """Of one parameter, between steps."""
-
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16), nn.Linear(16, 1))
-        return fully_shard(model, mesh=mesh) if sharded else model
-
-    def train(run: Run, at: int) -> None:
-        for number, param in enumerate(run.params.values()):
-            param.grad = torch.full_like(param, 0.1 * number)
-        run.optimizer.step()
-        if at == 1:
-            write(run.params["1.weight"])
-
-    pair = make_pair(make, fused_adamw, policy=ALL_OF_IT)
-    pair.train(4, train)
+    del mesh  # its process group is what is wanted
+    case = Case(layout=layout, optimizer="adamw-fused", host=1.0, program=("usual", "write", "usual", "usual"))
+    assert not compare(case, torch.device("cpu"), {**HABITS, "write": partial(writing, write)})
 
 
 def test_a_parameter_with_gaps_in_its_memory() -> None:
@@ -72,14 +70,15 @@ def test_a_parameter_with_gaps_in_its_memory() -> None:
         net.weight = nn.Parameter(torch.randn(12, 32)[:, :16].t())
         return net
 
-    def train(run: Run, at: int) -> None:
-        for param in run.params.values():
+    def train(run: Loop, at: int) -> None:
+        for param in run.params:
             param.grad = torch.ones_like(param) * (at + 1)
-        run.optimizer.step()
+        run.step()
         if at % 2:
-            run.params["weight"].data.mul_(0.5)
+            run.model.weight.data.mul_(0.5)
 
-    make_pair(make, lambda params: optim.RMSprop(params, lr=0.02), policy=ALL_OF_IT).train(5, train)
+    both = pair(None, ALL_OF_IT, partial(optim.RMSprop, lr=0.02), net=make)
+    assert_same_each_step(*both, 5, train)
 
 
 class Calls(CopyCalls):
@@ -135,8 +134,8 @@ def test_copies_take_turns_in_pieces(by: str, monkeypatch: pytest.MonkeyPatch) -
 
     targets, sources = copies(60, 340, 100, 0, 7)
     loads = Turns(100, calls)
-    for pair in zip(targets, sources, strict=True):
-        loads.copy([pair])
+    for both in zip(targets, sources, strict=True):
+        loads.copy([both])
     assert loads.turns == [60, 100, 100, 100, 40, 100]
     assert all(map(torch.equal, targets, sources))
 
@@ -215,6 +214,7 @@ def test_parameters_take_no_memory_that_stays() -> None:
     assert shared.offload_report().memory.host_bytes == plain.offload_report().memory.host_bytes
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize("cls", [optim.AdamW, optim.RMSprop, optim.SGD])
 def test_other_dtypes(cls: type[Optimizer], dtype: torch.dtype) -> None:
@@ -222,5 +222,5 @@ def test_other_dtypes(cls: type[Optimizer], dtype: torch.dtype) -> None:
     # The kernel that the host takes; torch's fused SGD is wrong in bf16.
     if dtype is torch.float64 or (cls is optim.AdamW and not dtype.is_complex):
         options |= {"fused": True} if cls is not optim.RMSprop else {}
-    pair = make_pair(Zoo, lambda params: cls(params, lr=0.02, **options), dtype=dtype, policy=ALL_OF_IT)
-    pair.train(3)
+    both = pair(None, ALL_OF_IT, partial(cls, lr=0.02, **options), net=lambda: Zoo().to(dtype))
+    assert_same_each_step(*both, 3)

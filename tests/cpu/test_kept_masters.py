@@ -218,7 +218,8 @@ def test_grad_scaler_skips_steps_of_fp16(chosen: dict[str, bool], policy: Offloa
         run.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         run.parts["scaler"].scale(torch.zeros(()))
     for step in range(8):
-        twins.each(lambda run: run.optimizer.zero_grad())
+        for run in twins:
+            run.optimizer.zero_grad()
         for param in twins.low.params.values():
             param.grad_dtype = torch.float32  # torch does not unscale fp16
         scaler = twins.low.parts["scaler"]

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn, optim
 
 from fsdp_offload.optimizers import capabilities_of
 from fsdp_offload.optimizers.capabilities import row_of
-from tests.parity import Matrices, Zoo, make_pair, params_of, train_step
+from tests.conformance.oracle import different
+from tests.overlapping import assert_same_each_step, assert_trained, pair, same
+from tests.parity import SMALL, Matrices, Zoo, assert_at_home, params_of
 from tests.tiers import every_nth, spread
 
 # For each class the flags that change which state there is, or how it is used.
@@ -72,9 +75,9 @@ def model_for(cls: type[optim.Optimizer]) -> nn.Module:
 
 @pytest.mark.parametrize(("cls", "kwargs"), every_nth(cases(), 3))
 def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
-    pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs))
-    pair.train(10)
-    pair.assert_trained()
+    both = pair(None, SMALL, partial(cls, **kwargs), net=partial(model_for, cls))
+    assert_same_each_step(*both, 10)
+    assert_trained(both[0])
 
 
 @spread(
@@ -84,8 +87,8 @@ def test_same_bits_in_other_dtypes(case: tuple[type[optim.Optimizer], dict[str, 
     cls, kwargs = case
     if cls is optim.SGD and kwargs.get("fused") and dtype is torch.bfloat16:
         pytest.skip("torch's kernel does not repeat itself: momentum depends on what lies behind the tensor in memory")
-    pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs, lr=0.02), dtype=dtype)
-    pair.train(10)
+    both = pair(None, SMALL, partial(cls, **kwargs, lr=0.02), net=lambda: model_for(cls).to(dtype))
+    assert_same_each_step(*both, 10)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +102,24 @@ def test_same_bits_in_other_dtypes(case: tuple[type[optim.Optimizer], dict[str, 
     + [pytest.param(optim.Adam, {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False}, id="betas")],
 )
 def test_tensor_lr(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
-    pair = make_pair(Zoo, lambda params: cls(params, lr=torch.tensor(0.01), **kwargs))
-    lrs = [run.optimizer.param_groups[0]["lr"] for run in pair]
-    pair.train(5)
+    both = pair(None, SMALL, lambda params: cls(params, lr=torch.tensor(0.01), **kwargs), net=Zoo)
+    lrs = [run.optimizer.param_groups[0]["lr"] for run in both]
+    assert_same_each_step(*both, 5)
     for lr in lrs:
         lr.mul_(0.5)  # the same tensor, changed in place
-    pair.train(5)
-    assert pair.offloaded.optimizer.param_groups[0]["lr"] is lrs[1]
+    assert_same_each_step(*both, 5)
+    assert both[1].optimizer.param_groups[0]["lr"] is lrs[1]
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize(("cls", "kwargs"), every_nth(cases(each_flag=False), 3))
 def test_complex_parameters(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
     """What torch can train with complex parameters, we can; what it cannot is an error that says so."""
 
     def train() -> None:
-        pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs), dtype=torch.complex64)
-        pair.train(10)
-        pair.assert_trained()
+        both = pair(None, SMALL, partial(cls, **kwargs), net=lambda: model_for(cls).to(torch.complex64))
+        assert_same_each_step(*both, 10)
+        assert_trained(both[0])
 
     if cls in (optim.Muon, optim.Adafactor) or kwargs.get("fused"):
         with pytest.raises((ValueError, RuntimeError), match=r"complex|floating point"):
@@ -137,11 +141,11 @@ def test_the_implementation_is_the_users(kwargs: dict[str, bool], monkeypatch: p
             return _function(*args, **more)
 
         monkeypatch.setattr(adam, name, spy)
-    pair = make_pair(Zoo, lambda params: optim.AdamW(params, **kwargs))
-    train_step(pair.plain, 0)
+    plain, loop = pair(None, SMALL, partial(optim.AdamW, **kwargs), net=Zoo)
+    plain.train(1)
     of_plain = set(seen)
     seen.clear()
-    train_step(pair.offloaded, 0)
+    loop.train(1)
     assert len(of_plain) == 1
     assert seen == of_plain
 
@@ -173,27 +177,28 @@ def test_every_flag_of_a_group_is_one_that_we_know() -> None:
 
 def test_sides_are_really_two() -> None:
     """The harness finds a single changed bit on either side, and state outside of the arena."""
-    pair = make_pair(Zoo, optim.Adam)
-    pair.train(2)
-    optimizer = pair.offloaded.optimizer
+    both = pair(None, SMALL, optim.Adam, net=Zoo)
+    assert_same_each_step(*both, 2)
+    optimizer = both[1].optimizer
     param, group = params_of(optimizer)[3], optimizer.param_groups[0]
     state = optimizer.state[param]
 
     def assert_found(what: str) -> None:
-        with pytest.raises(AssertionError, match=what):
-            pair.assert_same()
+        assert different(*(run.everything() for run in both)) == [what]
 
-    for changed, what in [(param.data, "parameter weight"), (state["exp_avg"], "'exp_avg' of weight")]:
+    for changed, what in [(param.data, "weight"), (state["exp_avg"], "weight exp_avg 0")]:
         before = changed.clone()
         changed.view(-1)[700] = changed.view(-1)[700].nextafter(torch.tensor(1e9))
         assert_found(what)
         changed.copy_(before)
-    for value in (state["step"] + 1, state["step"].item()):
-        state["step"], before = value, state["step"]
-        assert_found("'step' of weight")
-        state["step"] = before
-    pair.assert_same()
+    state["step"], before = state["step"] + 1, state["step"]
+    assert_found("weight step 0")
+    state["step"] = before.item()
+    assert not same(*both)
+    state["step"] = before
+    assert same(*both)
     group["lr"], before = group["lr"] * 1.0000001, group["lr"]
-    assert_found("'lr'")
+    assert_found("group 0 lr")
     group["lr"], state["exp_avg"] = before, state["exp_avg"].clone()
-    assert_found("not in the arena")
+    with pytest.raises(AssertionError, match="not in the arena"):
+        assert_at_home(optimizer)

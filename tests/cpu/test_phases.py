@@ -28,9 +28,8 @@ from fsdp_offload.core.cache import Cache
 from fsdp_offload.device.lanes import Lane
 from fsdp_offload.engine.engine import engine_of
 from tests.cpu import test_async_save as saving
-from tests.cpu import test_state_edits as edits
-from tests.overlapping import POLICIES, SIZES, Loop
-from tests.parity import SMALL, Run, Zoo, adamw, assert_at_home, attach, fail_in_bucket, make_pair, params_of, take_step
+from tests.overlapping import POLICIES, SIZES, Loop, assert_same_each_step, pair, same
+from tests.parity import SMALL, Zoo, adamw, assert_at_home, attach, fail_in_bucket, params_of, take_step
 from tests.policies import with_share
 
 RESIDENT = with_share(SMALL, staying=14_000)
@@ -222,12 +221,23 @@ def test_gradients_are_let_go_with_the_rest(mesh: DeviceMesh, name: str, sleeps:
 # State while it is away ----------------------------------------------------------------------------------------------
 
 
+class Twins(nn.Module):
+    """Parameters of equal shape, and one of several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(40, 33)) for _ in range(3))
+        self.small = nn.ParameterList(nn.Parameter(torch.randn(65)) for _ in range(2))
+
+    forward = Zoo.forward
+
+
 @EVERY_SEQUENCE
 def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...]) -> None:
     """A phase that moves state has to take over what the user has put there."""
-    pair = make_pair(edits.Twins, adamw, policy=RESIDENT)
-    pair.train(2)
-    optimizer = pair.offloaded.optimizer
+    both = pair(None, RESIDENT, adamw, net=Twins)
+    assert_same_each_step(*both, 2)
+    optimizer = both[1].optimizer
     go_through(optimizer, phases)
     state = optimizer.state[params_of(optimizer)[0]]
     kept, state["exp_avg"] = state["exp_avg"], torch.ones(7)
@@ -236,19 +246,18 @@ def test_state_of_another_shape_is_refused_as_in_a_step(phases: tuple[str, ...])
         go_through(optimizer, ["reload" if was_away else "offload"])
     assert engine_of(optimizer).core.away == was_away
     state["exp_avg"] = kept
-    pair.train(2)
+    assert_same_each_step(*both, 2)
 
 
-def more_parameters(run: Run) -> None:
+def more_parameters(run: Loop) -> None:
     torch.manual_seed(1)
     for number, size in enumerate((65, 700)):
-        name = f"more{number}_{len(run.params)}"
-        run.model.register_parameter(name, nn.Parameter(torch.randn(size)))
-        run.parts["start"][name] = run.params[name].detach().clone()
-        run.optimizer.add_param_group({"params": [run.params[name]], "lr": 0.01})
+        param = run.named[f"more{number}"] = nn.Parameter(torch.randn(size))
+        run.model.register_parameter(f"more{number}", param)
+        run.optimizer.add_param_group({"params": [param], "lr": 0.01})
 
 
-def thaw(run: Run) -> None:
+def thaw(run: Loop) -> None:
     """A parameter without state gets it by a load."""
     saved = run.optimizer.state_dict()
     saved["state"] = {**copy.deepcopy(saved["state"]), 1: copy.deepcopy(saved["state"][0])}
@@ -256,7 +265,7 @@ def thaw(run: Run) -> None:
     params_of(run.optimizer)[1].requires_grad_(True)
 
 
-def add_momentum(run: Run) -> None:
+def add_momentum(run: Loop) -> None:
     run.optimizer.param_groups[0]["momentum"] = 0.9
 
 
@@ -270,24 +279,24 @@ EDITS = {
 
 @pytest.mark.parametrize(("edit", "policy"), EDITS.values(), ids=EDITS)
 @EVERY_SEQUENCE
-def test_state_that_comes_later(edit: Callable[[Run], None], policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
+def test_state_that_comes_later(edit: Callable[[Loop], None], policy: OffloadPolicy, phases: tuple[str, ...]) -> None:
     """It is on the device only if the rest is there."""
     make = functools.partial(optim.SGD, lr=0.1) if edit is add_momentum else adamw
-    pair = make_pair(edits.Twins, make, policy=None)
-    pair.each(lambda run: params_of(run.optimizer)[1].requires_grad_(edit is not thaw))
-    pair.attach(policy)
-    pair.train(2)
-    optimizer = pair.offloaded.optimizer
-    go_through(optimizer, phases)
-    pair.each(edit)
-    pair.assert_same()
-    if engine_of(optimizer).core.away:
-        assert_at_home(optimizer)
-    pair.train(2)
+    both = pair(None, None, make, net=Twins, prepare=lambda net: net.weights[1].requires_grad_(edit is not thaw))
+    loop = both[1]
+    attach(loop.optimizer, policy=policy)
+    assert_same_each_step(*both, 2)
+    loop.phase(*phases)
+    for run in both:
+        edit(run)
+    assert same(*both)
+    if engine_of(loop.optimizer).core.away:
+        assert_at_home(loop.optimizer)
+    assert_same_each_step(*both, 2)
     for phase in PHASES:
-        go_through(optimizer, [phase])
-        pair.assert_same()
-    pair.train(2)
+        loop.phase(phase)
+        assert same(*both)
+    assert_same_each_step(*both, 2)
 
 
 def test_an_optimizer_is_dropped_in_any_phase() -> None:
@@ -328,9 +337,9 @@ def test_a_step_that_fails(phases: tuple[str, ...], tmp_path: Path, monkeypatch:
 
 
 def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair(Zoo, adamw, policy=RESIDENT)
-    pair.train(2)
-    optimizer = pair.offloaded.optimizer
+    both = pair(None, RESIDENT, adamw, net=Zoo)
+    assert_same_each_step(*both, 2)
+    optimizer = both[1].optimizer
     go_through(optimizer, ["offload", "release"])
 
     def full(*_: object) -> None:
@@ -340,8 +349,7 @@ def test_no_room_on_the_device_leaves_state_on_the_host(monkeypatch: pytest.Monk
         patch.setattr(Cache, "_take", full)
         go_through(optimizer, ["reload"])
     assert_at_home(optimizer)
-    pair.assert_same()
-    pair.train(2)
+    assert_same_each_step(*both, 2)
 
 
 # Threads -------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Optimizers that torch does not know: from PyPI as their own users use them, and written by hand."""
 
-import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.engine.engine import engine_of
-from tests.overlapping import Net, same
-from tests.overlapping import pair as pair_of_loops
-from tests.parity import One, Pair, Run, Zoo, attach, make_pair, offloaded_names, params_of, train_step
+from tests.conformance.oracle import usual
+from tests.overlapping import Loop, Net, assert_same_each_step, pair, same
+from tests.parity import SMALL, One, Zoo, attach, offloaded_names, params_of
 from tests.zoo.local import Momentum
 
 torchao = pytest.importorskip("torchao.optim")
@@ -28,9 +28,8 @@ def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
     def make(params: Any) -> torch.optim.Optimizer:
         return torchao.AdamW8bit(params, lr=1e-2, bf16_stochastic_round=True)
 
-    pair = make_pair(lambda: One(64, 80), make, dtype=torch.bfloat16)
-    pair.train(10)
-    pair.assert_trained()
+    both = pair(None, SMALL, make, net=lambda: One(64, 80).to(torch.bfloat16))
+    assert_same_each_step(*both, 10)
 
 
 @pytest.mark.usefixtures("eager")
@@ -40,7 +39,7 @@ def test_quantized_shards_that_are_written_after_they_were_loaded_are_loaded_aga
     def make(params: Any) -> torch.optim.Optimizer:
         return torchao.AdamW8bit(params, lr=1e-2)
 
-    loops = pair_of_loops(mesh, OffloadPolicy(), make, net=lambda: Net(width=128, layers=1))
+    loops = pair(mesh, OffloadPolicy(), make, net=lambda: Net(width=128, layers=1))
     for loop in loops:
         loop.train(3)
         loop.backward(3)
@@ -53,15 +52,13 @@ def test_quantized_shards_that_are_written_after_they_were_loaded_are_loaded_aga
     assert same(*loops)
 
 
-def schedulefree_step(run: Run, step: int) -> tuple[float, float]:
+def schedulefree_step(run: Loop, step: int) -> None:
     """Trains, and now and then evaluates with the averaged parameters, as its README says."""
     run.optimizer.train()
-    loss = train_step(run, step)
-    if step % 3 != 2:
-        return loss, 0.0
-    run.optimizer.eval()
-    with torch.no_grad():
-        return loss, run.loss(step).item()
+    usual(run, step)
+    if step % 3 == 2:
+        run.optimizer.eval()
+        run.look()
 
 
 @pytest.mark.parametrize(
@@ -70,19 +67,18 @@ def schedulefree_step(run: Run, step: int) -> tuple[float, float]:
 @pytest.mark.parametrize("trusted", [False, True])
 def test_schedulefree(kwargs: dict[str, Any], trusted: bool) -> None:
     """As a whole, which the report has advice for, or in pieces, as its row says."""
-    pair = make_pair(Zoo, lambda params: schedulefree.AdamWScheduleFree(params, lr=0.01, **kwargs), policy=None)
-    optimizer = attach(pair.offloaded.optimizer, trust_separable=trusted)
+    both = pair(None, None, partial(schedulefree.AdamWScheduleFree, lr=0.01, **kwargs), net=Zoo)
+    optimizer = attach(both[1].optimizer, trust_separable=trusted)
     advice = "AdamWScheduleFree was tried in pieces.*trust_separable=True"
     assert any(re.search(advice, note) for note in offload_report(optimizer).notes) != trusted
     capabilities = engine_of(optimizer).layouts.capabilities
     assert (capabilities.elementwise, capabilities.moves_whole) == (False, not trusted)
-    pair.train(11, schedulefree_step)
-    pair.assert_trained()
-    assert offloaded_names(pair.offloaded.optimizer) == {"z", "exp_avg_sq"}
-    assert pair.offloaded.optimizer.param_groups[0]["k"] == 11
-    for run in pair:
+    assert_same_each_step(*both, 11, schedulefree_step)
+    assert offloaded_names(optimizer) == {"z", "exp_avg_sq"}
+    assert optimizer.param_groups[0]["k"] == 11
+    for run in both:
         run.optimizer.eval()
-    pair.assert_same()
+    assert same(*both)
 
 
 class Tallying(Momentum):
@@ -105,19 +101,18 @@ class OneScale(torch.optim.SGD):
         return super().step(closure)
 
 
-def trusting(make: Callable[[Any], torch.optim.Optimizer]) -> Pair:
-    pair = make_pair(Zoo, make, policy=None)
-    attach(pair.offloaded.optimizer, trust_separable=True)
-    return pair
+def trusting(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Loop, Loop]:
+    both = pair(None, None, make, net=Zoo)
+    attach(both[1].optimizer, trust_separable=True)
+    return both
 
 
 def test_a_trusted_class_moves_in_pieces() -> None:
-    pair = trusting(Tallying)
-    plan = engine_of(pair.offloaded.optimizer).plan
+    both = trusting(Tallying)
+    plan = engine_of(both[1].optimizer).plan
     assert any(len(shard.buckets) > 1 for shard in plan.shards.values()), "nothing is cut"
     assert any(shard.layout.values for shard in plan.shards.values()), "state is learnt when attaching"
-    pair.train(6)
-    pair.assert_trained()
+    assert_same_each_step(*both, 6)
 
 
 @pytest.mark.parametrize(
@@ -134,25 +129,23 @@ def test_trust_in_what_is_known_to_be_otherwise_is_an_error(make: Any, message: 
 
 def test_what_shows_later_stops_before_the_next_bucket() -> None:
     """Trust that was misplaced; loading both model and optimizer makes it whole again."""
-    pair = make_pair(Zoo, Tallying, policy=None)
-    pair.train(2)
-    attach(pair.offloaded.optimizer, trust_separable=True)
-    pair.train(3)
-    run = pair.offloaded
-    saved = copy.deepcopy(pair.plain.optimizer.state_dict())
-    before = copy.deepcopy(run.model.state_dict())
-    run.optimizer.tallies = True
-    run.optimizer.zero_grad()
-    run.loss(5).backward()
+    plain, loop = pair(None, None, Tallying, net=Zoo)
+    assert_same_each_step(plain, loop, 2)
+    attach(loop.optimizer, trust_separable=True)
+    assert_same_each_step(plain, loop, 3)
+    saved = plain.copy()
+    loop.optimizer.tallies = True
+    loop.backward(5)
     with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['k'\]"):
-        run.optimizer.step()
-    changed = [name for name, param in run.params.items() if not torch.equal(param, before[name])]
-    assert 0 < len(changed) < len(before) - 2
-    for refused in (run.optimizer.step, run.optimizer.state_dict):
+        loop.update()
+    changed = [name for name, param in loop.named.items() if not torch.equal(param, saved["model"][name])]
+    assert 0 < len(changed) < len(loop.named) - 2
+    for refused in (loop.update, loop.optimizer.state_dict):
         with pytest.raises(RuntimeError, match="half updated"):
             refused()
-    run.model.load_state_dict(before)
-    run.optimizer.tallies = False
-    pair.each(lambda side: side.optimizer.load_state_dict(copy.deepcopy(saved)))
-    pair.assert_same()
-    pair.train(3)
+    loop.optimizer.tallies = False
+    for run in (plain, loop):
+        run.restore(saved)
+    loop.clear()
+    loop.seen.pop()
+    assert_same_each_step(plain, loop, 3)

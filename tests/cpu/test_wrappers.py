@@ -14,7 +14,8 @@ from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offloa
 from fsdp_offload.checkpoint import get_optimizer_state_dict
 from fsdp_offload.optimizers.divided_step import ENGINE_ATTRIBUTE
 from tests.cpu.test_megatron_chain import ChainedOptimizer
-from tests.parity import SMALL, Net, Pair, Run, attach, make_pair, params_of
+from tests.overlapping import Loop, assert_same_each_step, pair, same
+from tests.parity import SMALL, Net, adamw, attach, params_of
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def fabrics(optimizer: optim.Optimizer) -> Any:
     return wrappers._FabricOptimizer(optimizer, strategies.SingleDeviceStrategy())
 
 
-def adamw() -> Pair:
-    return make_pair(Net, lambda params: optim.AdamW(params, lr=0.02), policy=None)
+def plain_pair() -> tuple[Loop, Loop]:
+    return pair(None, None, adamw, net=Net)
 
 
 @pytest.fixture(params=["accelerate", "lightning", "fabric"])
@@ -55,8 +56,8 @@ def wrap(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
 def test_a_wrapper_is_looked_through(wrap: Any, wrapped_first: bool) -> None:
-    run = adamw().offloaded
-    model, optimizer, names = run.model, run.optimizer, list(run.params)
+    model = Net()
+    optimizer, names = adamw(model.parameters()), [name for name, _ in model.named_parameters()]
     wrapper = wrap(optimizer) if wrapped_first else None
     assert wrapper is None or not is_offloaded(wrapper)
     assert attach(optimizer if wrapper is None else wrapper) is (wrapper or optimizer)
@@ -78,75 +79,75 @@ def test_a_wrapper_is_looked_through(wrap: Any, wrapped_first: bool) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_methods_on_lightnings_wrapper_run_on_the_real_optimizer(set_to_none: bool) -> None:
     """It is a subclass of the optimizer's class, so that our methods are called on an object without an engine."""
-    pair = adamw()
-    pair.attach()
-    wrapper = lightnings(pair.offloaded.optimizer)
+    both = _, loop = plain_pair()
+    attach(loop.optimizer)
+    wrapper = lightnings(loop.optimizer)
     assert isinstance(wrapper, OffloadedOptimizer)
 
-    def seen_from(run: Run) -> Any:
-        return wrapper if run is pair.offloaded else run.optimizer
+    def seen_from(run: Loop) -> Any:
+        return wrapper if run is loop else run.optimizer
 
-    def step(run: Run, number: int) -> float:
-        loss = run.loss(number)
-        loss.backward()
+    def step(run: Loop, number: int) -> None:
+        run.backward(number)
         run.optimizer.step()  # LightningOptimizer.step asks its strategy, which has none of ours to call
+        run.schedulers[0].step()
         seen_from(run).zero_grad(set_to_none=set_to_none)
-        return loss.item()
 
-    pair.train(3, step)
+    assert_same_each_step(*both, 3, step)
     for phase in (wrapper.offload_states, wrapper.release_states, wrapper.reload_states, wrapper.synchronize):
         phase()
-    assert wrapper.param_groups is pair.offloaded.optimizer.param_groups
+    assert wrapper.param_groups is loop.optimizer.param_groups
     saved = copy.deepcopy(wrapper.state_dict())
-    pair.train(2, step)
-    pair.each(lambda run: seen_from(run).load_state_dict(copy.deepcopy(saved)))
-    pair.train(2, step)
-    for run in pair:
+    assert_same_each_step(*both, 2, step)
+    for run in both:
+        seen_from(run).load_state_dict(copy.deepcopy(saved))
+    assert_same_each_step(*both, 2, step)
+    for run in both:
         run.model.register_parameter("late", nn.Parameter(torch.ones(3)))
         seen_from(run).add_param_group({"params": [run.model.late]})
-    pair.assert_same()
+    assert same(*both)
 
 
 @pytest.mark.parametrize("wrapped_first", [False, True])
 def test_a_scaler_of_accelerates(accelerated: Any, wrapped_first: bool) -> None:
     """The wrapper has captured ``optimizer.step``, and puts it back after each step; a scheduler wraps it as well."""
-    pair = adamw()
+    both = plain, loop = plain_pair()
 
-    def wrap(run: Run) -> None:
+    def wrap(run: Loop) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        run.parts["scheduler"] = optim.lr_scheduler.LinearLR(run.optimizer, 0.5, 1.0, 5)
-        run.parts["wrapper"] = accelerated(run.optimizer, scaler)
+        run.schedulers = [optim.lr_scheduler.LinearLR(run.optimizer, 0.5, 1.0, 5)]
+        run.kept["wrapper"] = accelerated(run.optimizer, scaler)
 
-    def step(run: Run, number: int) -> tuple[float, bool]:
-        wrapper = run.parts["wrapper"]
+    def step(run: Loop, number: int) -> None:
+        wrapper = run.kept["wrapper"]
         wrapper.zero_grad()
-        loss = run.loss(number)
+        loss = run.model(run.batch(number))
         wrapper.scaler.scale(loss).backward()
         if number == 3:
-            run.params["up.weight"].grad[0, 0] = float("inf")
+            run.model.up.weight.grad[0, 0] = float("inf")
         wrapper.step()
-        run.parts["scheduler"].step()
-        return loss.item(), wrapper.step_was_skipped
+        run.schedulers[0].step()
+        run.seen += [loss.item(), wrapper.step_was_skipped]
 
-    for run in pair:
-        if run is pair.offloaded and not wrapped_first:
-            pair.attach()
+    for run in both:
+        if run is loop and not wrapped_first:
+            attach(run.optimizer)
         wrap(run)
-    wrapper = pair.offloaded.parts["wrapper"]
+    wrapper = loop.kept["wrapper"]
     if wrapped_first:
         attach(wrapper)
-    pair.train(6, step)
-    assert offload_report(pair.offloaded.optimizer).step.stored_bytes > 0
+    assert_same_each_step(plain, loop, 6, step)
+    assert offload_report(loop.optimizer).step.stored_bytes > 0
     if wrapped_first:
         remove_offload(wrapper)
-        pair.train(4, step)
+        assert_same_each_step(plain, loop, 4, step)
 
 
 def test_exist_ok_attaches_once_and_refuses_another_offload() -> None:
-    pair = adamw()
-    model, optimizer = pair.offloaded.model, pair.offloaded.optimizer
+    both = plain_pair()
+    model, optimizer = both[1].model, both[1].optimizer
     attach(optimizer, exist_ok=True)
-    assert pair.offloaded.is_offloaded
+    assert is_offloaded(optimizer)
     with pytest.raises(RuntimeError, match=r"offloaded already.*call remove_offload\(\) first"):
         fsdp_offload.offload_optimizer(optimizer)
     for arguments, message in (
@@ -155,13 +156,12 @@ def test_exist_ok_attaches_once_and_refuses_another_offload() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments)
-    pair.train(2)
-    pair.detach()
-    pair.attach(SMALL, with_model=True)
+    assert_same_each_step(*both, 2)
+    remove_offload(optimizer)
+    attach(optimizer, policy=SMALL, model=model)
     for arguments in ({}, {"policy": SMALL}, {"model": model}, {"policy": SMALL, "model": model}):
         assert fsdp_offload.offload_optimizer(optimizer, exist_ok=True, **arguments) is optimizer
-    pair.assert_same()
-    pair.train(2)
+    assert_same_each_step(*both, 2)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
     fsdp_offload.offload_optimizer(optimizer, exist_ok=True, model=model)
 
@@ -189,64 +189,65 @@ class Users(optim.Optimizer):
 
 
 def test_a_wrapper_that_is_an_optimizer_itself_is_looked_through() -> None:
-    pair = adamw()
-    pair.attach(OffloadPolicy(), with_model=True)
-    pair.train(1)
-    wrapper = Users(pair.offloaded.optimizer)
+    both = _, loop = plain_pair()
+    attach(loop.optimizer, policy=OffloadPolicy(), model=loop.model)
+    assert_same_each_step(*both, 1)
+    wrapper = Users(loop.optimizer)
     for function in (fsdp_offload.offload_states, fsdp_offload.release_states, fsdp_offload.reload_states):
         function(wrapper)
     fsdp_offload.reload_before(None, wrapper)
     fsdp_offload.clip_grad_norm_(wrapper, 1.0)
-    get_optimizer_state_dict(pair.offloaded.model, wrapper)
+    get_optimizer_state_dict(loop.model, wrapper)
     remove_offload(wrapper)
-    assert not pair.offloaded.is_offloaded
-    pair.train(1)
+    assert not is_offloaded(loop.optimizer)
+    assert_same_each_step(*both, 1)
 
 
 def test_a_container_stands_for_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = adamw(), adamw()
-    container = Container(*(pair.offloaded.optimizer for pair in pairs))
+    optimizers = [adamw(Net().parameters()) for _ in range(2)]
+    container = Container(*optimizers)
     assert not is_offloaded(container)
     attach(container)
     assert is_offloaded(container)
-    assert all(pair.offloaded.is_offloaded for pair in pairs)
+    assert all(map(is_offloaded, optimizers))
     reached: list[object] = []
     monkeypatch.setattr(OffloadedOptimizer, "synchronize", reached.append)
     fsdp_offload.synchronize(container)
     assert reached == container.optimizers
     fsdp_offload.remove_offload(container)
-    assert not any(pair.offloaded.is_offloaded for pair in pairs)
+    assert not any(map(is_offloaded, optimizers))
 
 
 def test_a_chain_of_which_one_is_refused_stays_as_it_was() -> None:
-    mine, plain = adamw(), adamw().plain.optimizer
-    mine.attach()
+    both, plain = plain_pair(), adamw(Net().parameters())
+    mine = attach(both[1].optimizer)
     sparse = optim.SparseAdam([torch.nn.Parameter(torch.ones(4))])
-    chain = ChainedOptimizer([mine.offloaded.optimizer, plain, sparse])
+    chain = ChainedOptimizer([mine, plain, sparse])
     with pytest.raises(ValueError, match="sparse gradients"):
         attach(chain, exist_ok=True)
     with pytest.raises(RuntimeError, match="this AdamW is not offloaded"):
         fsdp_offload.remove_offload(chain)
-    assert mine.offloaded.is_offloaded
+    assert is_offloaded(mine)
     assert not is_offloaded(plain)
-    mine.train(2)
+    assert_same_each_step(*both, 2)
 
 
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
 def test_a_step_that_is_wrapped_by_what_is_defined_later() -> None:
-    pair = adamw()
-    optimizer = pair.offloaded.optimizer
+    both = plain_pair()
+    optimizer = both[1].optimizer
     plain_step = optimizer.step
 
-    def step() -> None:
+    def step(*_: None) -> None:
         call(plain_step)
 
     optimizer.step = step
-    pair.attach()
+    attach(optimizer)
 
     def call(function: Any) -> None:
         function()
 
-    pair.train(2)
+    assert_same_each_step(*both, 2)
 
 
 # Signatures ----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from tests.async_writers import FailingWriter, HeldWriter, copied, loaded, not_t
 from tests.distributed import models
 from tests.distributed.launch import agree, mesh, spawn, spawn_cases, this_device
 from tests.distributed.models import Net, batch, build, decay_groups
-from tests.parity import Pair, Run, assert_at_home, attach, differences, local, params_of
+from tests.parity import Run, assert_at_home, attach, differences, local, params_of
 from tests.tiers import some_cases, world_sizes
 
 pytestmark = pytest.mark.distributed
@@ -105,7 +105,7 @@ def resumes_full(
 def compared(plain: Run, other: Run, stage: str) -> Iterator[str]:
     tidy_groups(plain.optimizer)
     tidy_groups(other.optimizer)
-    yield from agree(f"{stage}: {problem}" for problem in differences(*Pair(plain, other)))[:3]
+    yield from agree(f"{stage}: {problem}" for problem in differences(plain, other))[:3]
     if other.is_offloaded:
         assert_at_home(other.optimizer)
 

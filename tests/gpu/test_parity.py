@@ -3,6 +3,7 @@
 At last optimizers from other packages, as their own users use them. Each package is optional.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn, optim
 from fsdp_offload import OffloadPolicy
 from tests.cpu.test_cut_table import check_entry, entries
 from tests.cpu.test_parity_optimizers import cases, model_for
-from tests.parity import Run, Zoo, make_pair
+from tests.overlapping import Loop, assert_same_each_step, assert_trained, pair
+from tests.parity import SMALL, Zoo
 
 
 def on_device(case: Any) -> bool:
@@ -23,16 +25,16 @@ def on_device(case: Any) -> bool:
 
 @pytest.mark.parametrize(("cls", "kwargs"), [case for case in cases() if on_device(case)])
 def test_same_bits(cls: type[optim.Optimizer], kwargs: dict[str, Any]) -> None:
-    pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs), device="cuda")
-    pair.train(10)
-    pair.assert_trained()
+    both = pair(None, SMALL, partial(cls, **kwargs), net=partial(model_for, cls), device="cuda")
+    assert_same_each_step(*both, 10)
+    assert_trained(both[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("cls", "kwargs"), [case for case in cases(each_flag=False) if on_device(case)])
 def test_same_bits_in_other_dtypes(cls: type[optim.Optimizer], kwargs: dict[str, Any], dtype: torch.dtype) -> None:
-    pair = make_pair(lambda: model_for(cls), lambda params: cls(params, **kwargs, lr=0.02), device="cuda", dtype=dtype)
-    pair.train(10)
+    both = pair(None, SMALL, partial(cls, **kwargs, lr=0.02), net=lambda: model_for(cls).to(dtype), device="cuda")
+    assert_same_each_step(*both, 10)
 
 
 @pytest.mark.parametrize(("cls", "implementation", "dtype"), list(entries("cuda")))
@@ -43,19 +45,19 @@ def test_whole_and_cut_have_the_same_bits(cls: type[optim.Optimizer], implementa
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.ASGD])
 @pytest.mark.parametrize("foreach", [True, False])
 def test_capturable(cls: type[optim.Optimizer], foreach: bool) -> None:
-    pair = make_pair(Zoo, lambda params: cls(params, lr=0.01, capturable=True, foreach=foreach), device="cuda")
-    pair.train(10)
-    pair.assert_trained()
+    both = pair(None, SMALL, partial(cls, lr=0.01, capturable=True, foreach=foreach), net=Zoo, device="cuda")
+    assert_same_each_step(*both, 10)
+    assert_trained(both[0])
 
 
 SHAPES = [(256, 512), (512,), (96, 128), (4096,), (1024, 300)]
 
 
-def random_step(run: Run, at: int) -> None:
-    for param in run.model.parameters():
+def random_step(run: Loop, at: int) -> None:
+    for param in run.params:
         generator = torch.Generator("cuda").manual_seed(at)
         param.grad = torch.randn(param.shape, device="cuda", generator=generator)
-    run.optimizer.step()
+    run.step()
 
 
 @pytest.mark.parametrize(
@@ -69,16 +71,18 @@ def random_step(run: Run, at: int) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_same_bits_of_other_packages(module: str, name: str, options: dict[str, Any]) -> None:
     cls = getattr(pytest.importorskip(module), name)
-    pair = make_pair(
-        lambda: nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES),
-        lambda params: cls(params, lr=1e-3, **options),
+    both = plain, loop = pair(
+        None,
+        OffloadPolicy(bucket_bytes=1 << 20),
+        partial(cls, lr=1e-3, **options),
+        net=lambda: nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES),
         device="cuda",
-        policy=OffloadPolicy(bucket_bytes=1 << 20),
     )
-    pair.each(lambda run: getattr(run.optimizer, "train", lambda: None)())
-    pair.train(5 if module == "torchao.optim" else 10, random_step)
-    pair.assert_trained()
-    assert pair.offloaded.optimizer.offload_report().memory.host_state_bytes > 0
+    for run in both:
+        getattr(run.optimizer, "train", lambda: None)()
+    assert_same_each_step(*both, 5 if module == "torchao.optim" else 10, random_step)
+    assert_trained(plain)
+    assert loop.optimizer.offload_report().memory.host_state_bytes > 0
     if module == "schedulefree":
-        pair.offloaded.optimizer.eval()
-        pair.offloaded.optimizer.train()
+        loop.optimizer.eval()
+        loop.optimizer.train()
