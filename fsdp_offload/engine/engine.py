@@ -703,8 +703,9 @@ class Engine:
         adopt((shard, states.get(param)) for param, shard in self.plan.shards.items())
         for param, shard in self.plan.shards.items():
             state = states.get(param)
-            for name in shard.homes.keys() & state.keys():
-                state[name] = shard.on_device(name, self.device)
+            for name, home in shard.homes.items():
+                if state.get(name) is home:  # or None: SGD's momentum that the user has reset
+                    state[name] = shard.on_device(name, self.device)
         self._make_zeroed_gradients(self.plan.shards)
         for param in filter(is_freed, self.plan.shards):
             param.grad = None  # fully_shard would add to the stand-in
