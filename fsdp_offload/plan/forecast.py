@@ -232,11 +232,9 @@ def plan(
     check_is(policies, list | tuple | None, "plan: policies must be a list of OffloadPolicy", line)
     policies = None if policies is None else [as_policy(one) for one in policies]
     changes: dict[str, Any] = {"memory_gb": device_gb, "link_gb_per_s": link_gb_per_s}
-    numbers = [one for one in changes.values() if one is not None]
-    if not all(isinstance(one, int | float) and one is not True and 0 < one < math.inf for one in numbers):
-        raise ValueError(
-            f"device_gb and link_gb_per_s must be positive and finite, got {device_gb!r} and {link_gb_per_s!r}"
-        )
+    for name, value in dict[str, Any](device_gb=device_gb, link_gb_per_s=link_gb_per_s).items():
+        if not (value is None or (isinstance(value, int | float) and value is not True and 0 < value < math.inf)):
+            raise ValueError(f"{name} must be positive and finite, got {value!r:.60}")
     is_count = isinstance(checkpointing, int) and not isinstance(checkpointing, bool) and checkpointing >= 0
     if not is_count and checkpointing not in ("auto", "none", "full"):
         raise ValueError(f"checkpointing must be auto, none, full or a number of blocks; got {checkpointing!r:.60}")

@@ -79,7 +79,10 @@ def machine_of(machine: "Machine | str | Path | None") -> Machine:
     if str(machine).lower() in machines:
         return machines[str(machine).lower()]
     if not Path(machine).is_file():
-        raise ValueError(f"no machine {str(machine)!r}: there are {', '.join(builtin_machines())}; or give a TOML file")
+        why = "a folder" if Path(machine).is_dir() else "no such file or built-in machine"
+        raise ValueError(
+            f"machine {str(machine)!r}: {why}; there are {', '.join(builtin_machines())}. Or give a TOML file."
+        )
     found = list(_read(Path(machine)).values())
     if len(found) != 1:
         raise ValueError(f"machine {machine}: the file must have one table, [name], with the numbers of one machine")

@@ -95,7 +95,8 @@ def model_of(model: "Model | nn.Module | str | Path") -> Model:
         path = {name.lower(): path for name, path in builtin_models().items()}.get(str(model).lower(), Path(model))
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
-            raise ValueError(f"no model {str(model)!r}: built in are {', '.join(builtin_models())}; or give {_CHOICES}")
+            why = "a folder without config.json" if Path(model).is_dir() else "no such file or built-in model"
+            raise ValueError(f"model {str(model)!r}: {why}; there are {', '.join(builtin_models())}. Give {_CHOICES}.")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
             with torch.device("meta"):
@@ -183,7 +184,8 @@ class Decoder(nn.Module):
         config, hidden = _checked(config), config.get("hidden_size", 0)
         experts, step, plain = (config[name] for name in ("experts", "decoder_sparse_step", "mlp_only_layers"))
         if expert_parallel > 1 and (not experts or experts % expert_parallel):
-            raise ValueError(f"expert_parallel={expert_parallel} must divide the number of experts, {experts}")
+            count = f"must divide the number of experts, {experts}" if experts else "but this model has no experts"
+            raise ValueError(f"expert_parallel={expert_parallel} {count}")
         layer = _LatentLayer if config["model_type"] == "deepseek_v3" else _Layer
         self.embed = nn.Embedding(config["vocab_size"], hidden)
         self.layers = nn.ModuleList(layer(config) for _ in range(config["num_hidden_layers"]))

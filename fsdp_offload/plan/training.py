@@ -49,6 +49,8 @@ class Training:
         for name, values in choices.items():
             if getattr(self, name) not in list(values):
                 raise ValueError(f"{name} must be one of {', '.join(values)}; got {getattr(self, name)!r:.60}")
+        if self.masters != "none" and self.dtype == "fp32":
+            raise ValueError(f"masters={self.masters!r} are for dtype='bf16': fp32 parameters need none")
         if self.ranks % self.replicas:
             raise ValueError(f"{self.ranks} ranks cannot be {self.replicas} replicas of equally many shards")
         if self.shards % self.expert_parallel:

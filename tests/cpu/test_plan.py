@@ -533,7 +533,7 @@ def test_experts_hide_their_transfers_behind_more_tokens(tmp_path: Path) -> None
     ("changes", "asked", "says"),
     [
         ({}, {"expert_parallel": 3, "ranks": 3}, "expert_parallel=3 must divide the number of experts, 8"),
-        ({"num_local_experts": 0}, {"expert_parallel": 2, "ranks": 2}, "must divide the number of experts, 0"),
+        ({"num_local_experts": 0}, {"expert_parallel": 2, "ranks": 2}, "but this model has no experts"),
         ({}, {"expert_parallel": 2}, "expert_parallel=2 must divide the 1 ranks of a replica"),
         ({"num_experts_per_tok": None}, {}, "num_experts_per_tok must be positive integers in it"),
         ({"model_type": "deepseek_v3"}, {}, "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim must be"),
@@ -577,11 +577,12 @@ def test_a_model_of_transformers_is_run_as_it_is() -> None:
         ({"tokens_per_step": 0}, "tokens_per_step must be a positive integer, got 0"),
         ({"tokens_per_step": 5}, "is not a multiple of ranks × sequence_length × micro_batches = 96"),
         ({"ranks": 6, "replicas": 4}, "6 ranks cannot be 4 replicas"),
-        ({"machine": "B300"}, "no machine 'B300': there are H200, H100"),
+        ({"machine": "B300"}, "machine 'B300': no such file or built-in machine; there are H200, H100"),
         ({"optimizer": "adamv"}, "optimizer must be one of adamw, adam"),
         ({"dtype": "fp8"}, "dtype must be one of fp32, bf16; got 'fp8'"),
-        ({"device_gb": 0}, "device_gb and link_gb_per_s must be positive and finite, got 0"),
-        ({"link_gb_per_s": float("nan")}, "must be positive and finite, got None and nan"),
+        ({"device_gb": 0}, "device_gb must be positive and finite, got 0"),
+        ({"link_gb_per_s": float("nan")}, "link_gb_per_s must be positive and finite, got nan"),
+        ({"masters": "remainder"}, "are for dtype='bf16': fp32 parameters need none"),
     ],
 )
 def test_bad_questions_get_an_answer_that_helps(training: dict, says: str) -> None:
