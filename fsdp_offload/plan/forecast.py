@@ -309,13 +309,10 @@ class _Case:
             blocks.learn(lambda: estimate(blocks, parts, curve).reading, lambda: room_bytes - memory(curve).peak_bytes)
             device, found = memory(curve), estimate(blocks, parts, curve)
             device = first if device.peak_bytes < first.peak_bytes <= room_bytes else device
-        host_bytes = 0 if blocks is None else blocks.host_bytes
-        if policy is not None and policy.updates_in_backward and training.clip:
-            host_bytes += sizes.state + sum(sizes.params)  # copies from before the updates, for rolling back
-        # Clipping stores the copies from before the updates, too.
-        state, params, both = sizes.state, sum(sizes.params), training.clip and policy is not None
-        more = sizes.state + params if both and policy and policy.updates_in_backward else 0
-        hiding = (parts.copy_ms(state, state + more), parts.copy_ms(state + 2 * params, state + params + more))
+        host_bytes, state, params = 0 if blocks is None else blocks.host_bytes, sizes.state, sum(sizes.params)
+        rolls_back = policy is not None and policy.updates_in_backward and training.clip
+        host_bytes += (state + params) * rolls_back  # copies from before the updates
+        hiding = (parts.copy_ms(state, state + params * rolls_back), parts.copy_ms(state + 2 * params, state + params))
         tokens = training.sequences * training.sequence_length / (parts.forward_ms + parts.backward_ms)
         per_host = host_bytes * min(training.ranks, machine.devices_per_host)
         needed_bytes, why_not = int(device.peak_bytes * (1 + SLACK)) + CONTEXT_BYTES, ""
@@ -349,13 +346,15 @@ class _Case:
         least = bisect_left(self.counts, True, key=lambda count: forecast(count).fits_device)
         if least == len(self.counts):
             return forecast(self.counts[-1])
+
+        def preference(one: Forecast) -> tuple[bool, float, int]:  # within 0.1 %, the fewest blocks
+            return not one.fits_device, round(math.log(one.iteration_ms), 3), one.recomputed
+
         left, best = len(self.counts) - 1 - least, forecast(self.counts[least])
-        tried = {self.counts[least + -(-left // part)] for part in (8, 4, 2, 1)}
-        while tried:  # of some numbers the best, and then its neighbours; within 0.1 % the fewest
-            key = lambda one: (not one.fits_device, round(math.log(one.iteration_ms), 3), one.recomputed)  # noqa: E731
-            found = min((best, *map(forecast, tried)), key=key)
-            tried = set() if found is best else {found.recomputed - 1, found.recomputed + 1} & {*self.counts}
-            best = found
+        tried = {self.counts[least + -(-left // part)] for part in (left or 1, 8, 4, 2, 1)}
+        while tried:  # some numbers, and then the neighbours of the best
+            before, best = best, min((best, *map(forecast, tried)), key=preference)
+            tried = set() if best is before else {best.recomputed - 1, best.recomputed + 1} & {*self.counts}
         return best
 
 
