@@ -168,12 +168,13 @@ def assert_same_each_step(plain: Loop, loop: Loop, steps: int = 10, habit: Habit
     assert all(torch.isfinite(local(param.detach())).all() for param in plain.params), "equality of NaN shows little"
 
 
-def assert_trained(loop: Loop) -> None:
-    """That something was shown: every parameter has changed since the seed."""
+def assert_trained(loop: Loop, *untouched: str) -> None:
+    """Show that something was shown: every parameter but ``untouched`` has changed since the seed."""
     torch.manual_seed(0)
     start = dict(loop.net().named_parameters())
-    params = [(one.to(start[name]), start[name]) for name, one in loop.named.items() if one.numel()]
-    assert not any(torch.equal(*both) for both in params)
+    for name, one in loop.named.items():
+        moved = not torch.equal(one.to(start[name]), start[name])
+        assert moved == (name not in untouched and one.numel() > 0), f"{name} moved: {moved}"
 
 
 def together(loops: tuple[Loop, Loop], steps: int) -> Iterator[tuple[int, Loop]]:

@@ -1,4 +1,4 @@
-"""What comparisons with plain training are made of: models, two sides, and what is not the same, bit by bit.
+"""Compare with plain training: models, two sides, and what is not the same, bit by bit.
 
 Works on any device and with DTensors: then the local tensors are compared, and what is offloaded has to be on the host.
 ``tests/overlapping.py`` trains both sides by the loop of the conformance suite.

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ..device.lanes import refuse_capture
 from ..engine.engine import Engine, find_offloaded
@@ -341,6 +342,11 @@ def watch_steps(attachment: Attachment, model: nn.Module | None) -> None:
     attachment.undo.append(handle.remove)
 
 
+@functools.cache  # registered at the first attachment; never removed, as torch may be calling it
+def _look_at_all_steps() -> RemovableHandle:
+    return register_optimizer_step_pre_hook(_look_who_steps)
+
+
 def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
     """Raise if an offloaded optimizer has used the gradients in the backward; warn if it has never stepped."""
     holds = any(isinstance(one, Optimizer) for one in getattr(other, "optimizers", ()))
@@ -362,10 +368,6 @@ def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
             f"offloaded and has never stepped: NOTHING IS OFFLOADED. Attach to the one that steps: {RIGHT_ORDER}.",
             stacklevel=2,
         )
-
-
-# Registered at the first attachment; never removed, as torch may be calling it.
-_look_at_all_steps = functools.cache(functools.partial(register_optimizer_step_pre_hook, _look_who_steps))
 
 
 def refuse_exchanged(attachment: Attachment, params: Collection[Tensor] = ()) -> None:

@@ -7,7 +7,6 @@ import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -323,7 +322,7 @@ def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
     ours |= {"__module__": cls.__module__, "_plain_class": cls, "step": torch.compiler.disable(ours["step"])}
     for name in ("step", "zero_grad"):  # GradScaler inspects step(), accelerate zero_grad()
         ours[name].__signature__ = inspect.signature(getattr(cls, name))
-    made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, methodcaller("update", ours))
+    made: type[Optimizer] = types.new_class(f"Offloaded{cls.__name__}", (cls,), {}, lambda body: body.update(ours))
     object.__new__(cls).__class__ = made  # raises a TypeError for a fixed layout (__slots__, a base in C)
     OffloadedOptimizer.register(made)
     return made

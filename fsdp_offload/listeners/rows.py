@@ -17,13 +17,13 @@ from ..optimizers.masters import kernel_in
 
 ROW = 64
 PIECE_NUMEL = 1 << 24
-"""The most elements that are compared at once; for bf16, each takes 12 bytes on top of the first copy."""
+"""The most elements that are compared at once; without the kernel, each of bf16 takes 12 bytes on top of the copy."""
 
 _KERNEL, _OF_KERNEL = f"{__package__}.rows_kernel", (torch.float32, torch.bfloat16, torch.float16)
 _PACKS = 0x0102040810204080
 """Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
 
-OF_PLACES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
+OF_PLACES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D  # factors of a row's number, and of that mixed with its hash
 
 
 class Sums(NamedTuple):

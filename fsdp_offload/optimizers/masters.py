@@ -16,7 +16,6 @@ import importlib
 import inspect
 import itertools
 import logging
-import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -207,7 +206,7 @@ class WithMasters(Optimizer):
 def class_with_masters(cls: Any, kind: MasterKind) -> type[WithMasters]:
     """Return ``Master<Name>``, a subclass of ``cls``; the same class every time."""
     own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
-    made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, operator.methodcaller("update", own))
+    made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
     # Compiled code would trace into the shadow. Wrapped as by torch's constructor.
     plain = torch.compiler.disable(WithMasters.step)
     hooked: Any = Optimizer.profile_hook_step(plain)

@@ -168,8 +168,8 @@ class Plan:
         ranks, tokens, both = self.training.ranks, self.training.tokens_per_step, ([], alone)[: 1 + bool(alone)]
         more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
         several = [dict(ChainMap(one, *also)) for one in more for also in both]
-        same = [one for one in alone if "clip" not in one]  # which leave the training as it is
-        for tier in (same, *([one] for one in (*alone, *together, *several))):
+        same, others = ([one for one in alone if ("clip" in one) == clips] for clips in (False, True))
+        for tier in (same, *([one] for one in (*others, *together, *several))):  # those of ``same`` train the same
             plans = [(plan(self.model, **{**self.asked, "machine": self.machine, **one}), one) for one in tier]
             fitting = [(best, made, one) for made, one in plans if (best := made.best(overlap))]
             if fitting:

@@ -58,7 +58,7 @@ class Loop:
     waits: Waits
     followed: Followed | None = None
     random: Tensor | None = None
-    """What random numbers would be drawn next, behind the last step."""
+    """Random numbers that would be drawn next, behind the last step."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -274,7 +274,7 @@ class Loop:
         return found
 
     def orders(self) -> list[list[str]]:
-        """Of what groups and states have: those of a load, where there was one."""
+        """List the keys of groups and states in their order, which is that of a load where there was one."""
         return [*map(list, self.optimizer.param_groups), *(list(self.state_of(name)) for name in self.named)]
 
 

@@ -35,6 +35,7 @@ from tests.overlapping import (
     Net,
     adamw,
     assert_same_each_step,
+    assert_trained,
     clipping,
     on_host,
     pair,
@@ -309,15 +310,15 @@ def test_gradients_cleared_too_late_to_skip_a_step(mesh: DeviceMesh, parameters:
     plain, loop = pair(mesh, policy_of({"overlap": "iteration", "parameters": parameters}))
     for one in (plain, loop):
         one.train(3)
-    saved = loop.copy()
+    saved = [one.copy() for one in (plain, loop)]
     loop.backward(3)
     match = r"zero_grad\(\) before step\(\).* cannot be skipped any more(.|\n)*GANs.*overlap='forward'"
     with pytest.raises(RuntimeError, match=match):
         loop.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"refused: zero_grad\(\) before step"):
         loop.step()
-    for one in (plain, loop):
-        one.restore(saved)
+    for one, its in zip((plain, loop), saved, strict=True):
+        one.restore(its)
     loop.optimizer.zero_grad()
     loop.seen.pop()
     assert same(plain.train(3, first=3), loop.train(3, first=3))
@@ -595,6 +596,9 @@ def test_the_checkpoint_of_cpu_offload(mesh: DeviceMesh, tmp_path: Path, monkeyp
     assert all(same_value(values[key], others[key]) for key in values)
 
 
+UNUSED = "unused.weight", "unused.bias"
+
+
 @pytest.mark.parametrize("phases", [False, True])
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.ASGD, torch.optim.NAdam])
 def test_steps_without_any_gradient(cls: type[torch.optim.Optimizer], phases: bool) -> None:
@@ -611,6 +615,7 @@ def test_steps_without_any_gradient(cls: type[torch.optim.Optimizer], phases: bo
     assert not loop.optimizer.state
     for steps, habit in ((2, usual), (3, without), (2, usual)):
         assert_same_each_step(plain, loop, steps, habit)
+    assert_trained(plain, *UNUSED)
 
 
 def test_frozen_parameters_take_no_host_memory_until_they_are_trained() -> None:
@@ -627,11 +632,13 @@ def test_frozen_parameters_take_no_host_memory_until_they_are_trained() -> None:
     before, frozen_bytes = host_bytes(), 8 * sum(param.numel() for param in loop.model.up.parameters())
     assert before <= everything - frozen_bytes
     assert_same_each_step(plain, loop, 5)
+    assert_trained(plain, *UNUSED, "up.weight", "up.bias")
     assert host_bytes() == before
     for frozen in (False, True):
         for run in (plain, loop):
             freeze(run.model, frozen=frozen)
         assert_same_each_step(plain, loop, 5)
+        assert_trained(plain, *UNUSED)
         assert host_bytes() >= before + frozen_bytes
 
 

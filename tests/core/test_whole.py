@@ -29,7 +29,7 @@ from tests.conformance.oracle import Loop as Run
 from tests.conformance.oracle import compare
 from tests.conformance.programs import HABITS
 from tests.distributed.launch import run_cases, spawn, this_device
-from tests.overlapping import Loop, Net, assert_same_each_step, pair, same
+from tests.overlapping import Loop, Net, assert_same_each_step, assert_trained, pair, same
 from tests.parity import Matrices, Zoo, attach, local, loss_of, offloaded_names, same_value, take_step
 
 
@@ -369,7 +369,7 @@ def exchange_in_closure(run: Run, at: int) -> None:
 
 
 def load_itself(run: Run, at: int) -> None:
-    """What there is, and not a copy."""
+    """Load what there is, and not a copy."""
     HABITS["usual"](run, at)
     run.optimizer.load_state_dict(run.optimizer.state_dict())
 
@@ -480,6 +480,14 @@ def test_a_step_through_the_graph_of_the_gradients() -> None:
     assert_same_each_step(plain, loop, 7, create_graph)
     loop.remove()
     assert_same_each_step(plain, loop, 3, create_graph)
+    assert_trained(plain)
+
+
+@pytest.mark.parametrize("cls", [Views, Held, Aliasing])
+def test_classes_whose_state_shares_memory_train(cls: type[Own]) -> None:
+    """Their programs, after a load and after offload is removed, compare what has moved."""
+    loop = Loop(None, cls, None, net=Zoo).train(2)
+    assert_trained(loop)
 
 
 @pytest.mark.parametrize("twice", [False, True])

@@ -8,7 +8,7 @@ import pytest
 from torch import nn, optim
 
 from fsdp_offload.engine.engine import Engine
-from tests.overlapping import Loop, assert_same_each_step, pair
+from tests.overlapping import Loop, assert_same_each_step, assert_trained, pair
 from tests.parity import SMALL, Net, Zoo, attach
 from tests.tiers import spread
 
@@ -38,6 +38,7 @@ def test_add_param_group(kind: str, after_steps: int) -> None:
         matrices = [param for param in run.params if param.dim() >= 2]
         run.optimizer.add_param_group({"params": matrices, "lr": 0.02, "weight_decay": 0.1})
     assert_same_each_step(*both, 10)
+    assert_trained(both[0], "unused.weight", "unused.bias")
 
 
 def change(run: Loop, entries: dict[str, Any]) -> None:
@@ -72,6 +73,7 @@ def test_hyperparameters_changed_by_hand(make: Make, entries: dict[str, Any]) ->
         for run in both:
             change(run, values)
         assert_same_each_step(*both, 5)
+    assert_trained(both[0])
 
 
 def test_an_interrupt_in_the_middle_of_attaching_leaves_a_plain_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def give_gradients(run: Loop, step: int = 1) -> None:
 
 
 def again(run: Loop, step: int) -> None:
-    """Train with new gradients, whatever there was."""
+    """Train with new gradients, in the place of those that were left."""
     run.clear()
     usual(run, step)
 
@@ -97,7 +97,7 @@ def test_a_failed_update_is_named_and_nothing_goes_on_until_a_load(
 ) -> None:
     """A load that is refused does not count."""
     plain, run = pair_of(steps=steps_before, foreach=False)
-    optimizer, saved = run.optimizer, run.copy()
+    optimizer, saved, of_plain = run.optimizer, run.copy(), plain.copy()
     real, calls = adam_module.adam, list[int]()
 
     def adam(*args: Any, **kwargs: Any) -> None:
@@ -123,8 +123,8 @@ def test_a_failed_update_is_named_and_nothing_goes_on_until_a_load(
     assert "Not usable" in str(optimizer.offload_report())
     assert isinstance(optimizer, OffloadedOptimizer)
 
-    for one in (plain, run):
-        one.restore(saved)
+    plain.restore(of_plain)
+    run.restore(saved)
     assert_same_each_step(plain, run, 2, again)
     run.remove()
 

@@ -392,7 +392,7 @@ def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: py
     def interrupted(self: HostUpdates) -> Any:
         raise KeyboardInterrupt
 
-    start = run.copy()
+    start = [one.copy() for one in (plain, run)]
     with monkeypatch.context() as patch:
         patch.setattr(HostUpdates, "finish", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -400,8 +400,8 @@ def test_a_step_that_is_interrupted_while_it_waits_for_new_state(monkeypatch: py
     for action in (run.optimizer.step, run.optimizer.state_dict):
         with pytest.raises(RuntimeError, match=r"refused: .*KeyboardInterrupt"):
             action()
-    for one in (plain, run):
-        one.restore(start)
+    for one, its in zip((plain, run), start, strict=True):
+        one.restore(its)
     run.clear()
     run.seen.clear()
     assert_same_each_step(plain, run, 3)

@@ -53,11 +53,11 @@ def writing(write: Callable[[Tensor], object], run: Loop, at: int) -> None:
     write(run.named["blocks.0.down.weight"])
 
 
+@pytest.mark.usefixtures("mesh")
 @pytest.mark.parametrize("layout", ["blocks", "unsharded"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_write_is_followed(mesh: DeviceMesh, write: Callable[[Tensor], object], layout: str) -> None:
-    """Of one parameter, between steps."""
-    del mesh  # its process group is what is wanted
+def test_every_write_is_followed(write: Callable[[Tensor], object], layout: str) -> None:
+    """Write one parameter between steps."""
     case = Case(layout=layout, optimizer="adamw-fused", host=1.0, program=("usual", "write", "usual", "usual"))
     assert not compare(case, torch.device("cpu"), {**HABITS, "write": partial(writing, write)})
 

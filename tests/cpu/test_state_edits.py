@@ -105,7 +105,7 @@ def divide_group(run: Loop) -> None:
 
 
 def add_group(run: Loop) -> None:
-    """Of a parameter that has been in another one."""
+    """Add one of a parameter that has been in another."""
     run.optimizer.add_param_group({"params": [run.optimizer.param_groups[0]["params"].pop(0)], "lr": 0.1})
 
 
@@ -131,6 +131,18 @@ def test_exchanged_state_is_read_before_it_is_overwritten(edit: Callable[[Loop],
     optimizer = "sgd-momentum" if edit is reset_momentum else "adamw"
     program = ("usual", "usual", "edited", "usual", "usual")
     assert not wrong(*program, optimizer=optimizer, edited=partial(edited, edit, habit))
+
+
+def test_the_memory_of_a_home_in_another_order_is_copied() -> None:
+    params = [nn.Parameter(torch.linspace(0, 1, 16).view(4, 4)) for _ in range(2)]
+    optimizers = [optim.AdamW([param]) for param in params]
+    attach(optimizers[1])
+    for step in range(3):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = torch.linspace(step, 2, 16).view(4, 4).sin()
+            optimizer.step()
+            optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].t()
+    assert torch.equal(*params)
 
 
 PROGRAMS = {
@@ -169,14 +181,16 @@ def want_more_state(run: Loop, at: int) -> None:
 
 
 def lose(name: str, is_deleted: bool, run: Loop, at: int) -> None:
-    """Of a parameter in a later bucket: the class would have updated others before it fails."""
+    """Take a part away from a parameter in a later bucket: the class would have updated others before it fails."""
     run.backward(at)
     state = run.live_state(ALIKE[2])
     kept = state.pop(name).clone()
     if is_offloaded(run.optimizer):
         if not is_deleted:
             state[name] = None
-        with pytest.raises(ValueError, match=f"has no {name}. Put a tensor there, .* Nothing has been changed"):
+        with pytest.raises(
+            ValueError, match=f"has no {name}. Put a tensor there, or delete .* Nothing has been changed"
+        ):
             run.update()
     state[name] = kept
     run.step()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.engine.engine import engine_of
 from tests.conformance.oracle import usual
-from tests.overlapping import Loop, Net, assert_same_each_step, pair, same
+from tests.overlapping import Loop, Net, assert_same_each_step, assert_trained, pair, same
 from tests.parity import SMALL, One, Zoo, attach, offloaded_names, params_of
 from tests.zoo.local import Momentum
 
@@ -30,6 +30,7 @@ def test_torchao_stochastic_rounding_draws_the_same_numbers() -> None:
 
     both = pair(None, SMALL, make, net=lambda: One(64, 80).to(torch.bfloat16))
     assert_same_each_step(*both, 10)
+    assert_trained(both[0])
 
 
 @pytest.mark.usefixtures("eager")
@@ -74,6 +75,7 @@ def test_schedulefree(kwargs: dict[str, Any], trusted: bool) -> None:
     capabilities = engine_of(optimizer).layouts.capabilities
     assert (capabilities.elementwise, capabilities.moves_whole) == (False, not trusted)
     assert_same_each_step(*both, 11, schedulefree_step)
+    assert_trained(both[0])
     assert offloaded_names(optimizer) == {"z", "exp_avg_sq"}
     assert optimizer.param_groups[0]["k"] == 11
     for run in both:
@@ -113,6 +115,7 @@ def test_a_trusted_class_moves_in_pieces() -> None:
     assert any(len(shard.buckets) > 1 for shard in plan.shards.values()), "nothing is cut"
     assert any(shard.layout.values for shard in plan.shards.values()), "state is learnt when attaching"
     assert_same_each_step(*both, 6)
+    assert_trained(both[0])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fsdp_offload import OffloadPolicy, is_offloaded, offload_model, offload_rep
 from tests.distributed import models
 from tests.distributed.launch import spawn_cases
 from tests.distributed.same_files import either_resumes_from_either
-from tests.overlapping import Loop, assert_same_each_step, pair, same
+from tests.overlapping import Loop, assert_same_each_step, assert_trained, pair, same
 from tests.parity import Zoo, leaves
 from tests.tiers import world_sizes
 
@@ -49,7 +49,9 @@ class DecaysAfterwards(Optimizer):
 
 def test_swapped_state_is_updated_by_the_optimizers_own_arithmetic_bit_for_bit() -> None:
     """Those of torch's AdamW are an axis of the conformance suite."""
-    assert_same_each_step(*pair(None, POLICY, DecaysAfterwards, net=Zoo), 6)
+    both = pair(None, POLICY, DecaysAfterwards, net=Zoo)
+    assert_same_each_step(*both, 6)
+    assert_trained(both[0])
 
 
 def moving(optimizer: Any) -> list[Tensor]:
