@@ -358,7 +358,7 @@ def exchange_in_closure(run: Run, at: int) -> None:
     """Each home is read before it is written."""
     run.backward(at)
     names = "extra.up.weight", "blocks.1.up.weight"
-    means = [run.live_state(name)["mean"] for name in names]
+    means = [run.live_state(name)["mean"].to(run.named[name].device) for name in names]
 
     def exchange() -> None:
         for name in names:
