@@ -75,9 +75,10 @@ def test_loads_that_are_late_stall_an_iteration(
 
     monkeypatch.setattr(Cache, "fetch", fetch_late)
     found = []
-    for step in range(10, 16):
+    for step in range(10, 22, 2):
+        loop.train(1, first=step)  # its loads are late in the next iteration, and a report would wait for them
         late = 0
-        last = report_of(loop.train(1, first=step))
+        last = report_of(loop.train(1, first=step + 1))
         assert last.iteration is not None
         found.append((last.iteration.stalled_ms, late * late_ms))
     assert any(stalled_ms > sum_ms / 4 > 0 for stalled_ms, sum_ms in found), found
