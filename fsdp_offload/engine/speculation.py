@@ -394,11 +394,8 @@ class Speculation:
             return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been changed since then"
         if ahead.is_touched:
             return "gradients have been changed since then"
-        done = self._core.done
         used = set[StateShard]().union(*step.used.values())
-        if self.made:  # all bytes of a bucket move to the spare home
-            used = {shard for bucket in done for shard in home_of(bucket).shards}
-        exposed = [home for bucket in done if (home := bucket.state.home).exposed_at is not None]
+        exposed = [home for bucket in self._core.done if (home := bucket.state.home).exposed_at is not None]
         is_written = any(home.seen != home.version() for home in exposed)
         if is_written or self._are_exchanged(used, states):
             return "optimizer.state has changed since then"
@@ -407,14 +404,15 @@ class Speculation:
         is_same = step.divided.still_starts_from(optimizer) and self._contents.groups.are_as_before(optimizer)
         return "" if is_same else "hyperparameters have changed since then"
 
-    def _are_exchanged(self, shards: Iterable[StateShard], states: StateStore) -> bool:
-        """Return whether the user has replaced homes by other tensors, or deleted the state that has them."""
-        for shard in shards:
+    def _are_exchanged(self, used: set[StateShard], states: StateStore) -> bool:
+        """Return whether the user has replaced homes by other tensors, or deleted state of shards in ``used``."""
+        if self.made:  # all bytes of a bucket move to the spare home, also those of shards that get no update
+            moved = {shard for bucket in self._core.done for shard in home_of(bucket).shards}
+        for shard in moved if self.made else used:
             state = states.get(shard.param)
-            # A speculative bucket may hold shards without state, and a deletion rolls it back. The CPU fills an entry
-            # later.
-            is_gone = not state and not (shard.on_host and states.has(shard.param))
-            if is_exchanged(shard, state) or (is_gone and shard.homes and not self.made):
+            # The CPU fills an entry later.
+            is_gone = not state and shard in used and not (shard.on_host and states.has(shard.param))
+            if is_exchanged(shard, state) or (is_gone and shard.homes):
                 return True
         return False
 

@@ -416,6 +416,10 @@ RULES: tuple[Rule, ...] = (
     rule(lambda c: c.optimizer == "fused-adam", habits="closure"),
     # torch's fused SGD, which the CPU runs, wants a momentum of all of its parameters or of none.
     rule(lambda c: c.optimizer == "sgd-momentum" and c.host > 0, {"host": 0.0}, habits="replace-state"),
+    # Plain training keeps masters, and what the CPU updates, elsewhere than in the entries that are deleted.
+    rule(
+        lambda case: case.masters != "none" or case.host > 0, {"masters": "none", "host": 0.0}, habits="delete-between"
+    ),
     # A written weight moves its master in a way of its own, which is a story.
     rule(lambda case: case.masters != "none", {"masters": "none"}, habits="write-parameters write-between"),
     # A load by torch's planner asks for state of every parameter, also of one that was never used.
@@ -447,7 +451,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         lambda case: case.overlap == "iteration" and case.clip == "never",
         habits="evaluate-before-step skip step-twice write-state write-group"
-        " look-at-parameters write-between read-between load-between",
+        " look-at-parameters write-between read-between load-between delete-between",
     ),
 )
 

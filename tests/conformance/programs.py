@@ -342,6 +342,26 @@ def replace_state(loop: Loop, at: int) -> None:
     usual(loop, at)
 
 
+def delete_between(loop: Loop, at: int) -> None:
+    """State of a parameter, or of all, in each way that a dict has: they begin anew."""
+    loop.finish_saving()
+    loop.backward(at)
+    state, param = loop.optimizer.state, loop.params[at % 4]
+    if at % 6 == 0:
+        state.clear()
+    elif at % 6 == 1:
+        state[param] = {}
+    elif at % 6 == 2:
+        state.pop(param, None)
+    elif at % 6 == 3:
+        state.update({param: {}})
+    elif at % 6 == 4:
+        state |= {param: {}}
+    elif param in state:
+        del state[param]
+    loop.step()
+
+
 def reattach(loop: Loop, at: int) -> None:
     """With a plain step in between."""
     loop.finish_saving()

@@ -1,6 +1,8 @@
 """With updates in the backward: what loops do between forward, backward and ``step()`` has the bits of plain training,
 or an error."""
 
+import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +24,19 @@ from fsdp_offload.engine.groups import ParamGroups
 from fsdp_offload.engine.homes import Plan, Turning
 from fsdp_offload.fsdp.homed import ShardedParameter
 from tests.conformance.oracle import ALWAYS, NEVER
-from tests.overlapping import Loop, Net, adamw, attach, clipping, pair, policy_of, same, speculation_of, together
+from tests.overlapping import (
+    Loop,
+    Net,
+    adamw,
+    assert_same_each_step,
+    attach,
+    clipping,
+    pair,
+    policy_of,
+    same,
+    speculation_of,
+    together,
+)
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -247,19 +261,34 @@ def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch:
         loop.optimizer.step()
 
 
-def _delete(state: Any, params: list[Tensor]) -> None:
-    del state[params[0]]
+DELETIONS: dict[str, Callable[[Any, Tensor], object]] = {
+    "clear": lambda optimizer, _: optimizer.state.clear(),
+    "del": lambda optimizer, param: operator.delitem(optimizer.state, param),
+    "pop": lambda optimizer, param: optimizer.state.pop(param),
+    "an empty entry": lambda optimizer, param: operator.setitem(optimizer.state, param, {}),
+    "update": lambda optimizer, param: optimizer.state.update({param: {}}),
+    "|=": lambda optimizer, param: operator.ior(optimizer.state, {param: {}}),
+    "another": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
+}
 
 
-@pytest.mark.parametrize("take", [lambda state, _: state.clear(), _delete], ids=["all", "one"])
-def test_state_deleted_before_the_step(mesh: DeviceMesh, take: Callable[[Any, list[Tensor]], None]) -> None:
-    """The backward has used it."""
-    loop = Loop(mesh, adamw, clipping(bucket_bytes=8192), net=small_net)
-    loop.train(5)
-    loop.backward(5)
-    take(loop.optimizer.state, loop.params)
-    with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
-        loop.optimizer.step()
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("delete", DELETIONS.values(), ids=DELETIONS)
+def test_state_deleted_before_the_step(mesh: DeviceMesh, delete: Callable[[Any, Tensor], object], clips: bool) -> None:
+    """The backward has used it: it is refused, or, in a loop that clips, taken back."""
+    plain, loop = pair(mesh, clipping(bucket_bytes=8192), net=small_net)
+    for one in (plain, loop):
+        one.train_clipped([NEVER] * 5) if clips else one.train(5)
+        one.backward(5)
+        delete(one.optimizer, one.params[0])
+    if not clips:
+        with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
+            loop.optimizer.step()
+        return
+    for one in (plain, loop):
+        one.clip(NEVER)
+        one.step()
+    assert_same_each_step(plain, loop)
 
 
 class ActorAndCritic(nn.Module):
