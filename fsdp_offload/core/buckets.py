@@ -1,4 +1,4 @@
-"""Decisions made when parameters are added: size and items of buckets, blocks of pools, which items are kept."""
+"""Divides state into buckets, and device memory into pools of blocks; chooses which items are kept."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +13,14 @@ from ..policy import MIB, OffloadPolicy
 from .items import PASSING, Block, Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
-"""Bytes of state at which a large group is cut, and up to which small groups are joined: few, large operations."""
+"""Bytes of state above which a group is cut, and up to which small groups are joined, for few, large operations."""
 
 MOST_PASSING = 5
-"""Most blocks in transit where one update takes several buckets of a group: each update costs the host time."""
+"""Limit of ``Pool.transit`` if one update takes several buckets of a group, since each update costs the host time."""
 
 SMALL_BLOCKS, MOST_BUCKETS = 16, 288
-"""With a limit, the pool of updates in the backward has ``SMALL_BLOCKS``: fewer bytes are in transit, and more state
-stays for the next forward. More than ``MOST_BUCKETS`` buckets would cost the host more time than that gains."""
+"""With ``device_bytes`` and updates in the backward, a block is ``1 / SMALL_BLOCKS`` of the limit: fewer bytes are in
+transit, and more state stays on the device. ``MOST_BUCKETS`` limits the buckets, each of which costs the host time."""
 
 ELSEWHERE = -1
 """Group number of parameters that ``fully_shard`` does not gather; compute waits for their updates in ``step()``."""
@@ -39,12 +39,12 @@ class Bucket:
         weights: for each of ``groups``, the item of its parameters.
         params: parameters of which it has a range.
         on_host: the CPU updates it: its state is updated in its home, and never moves.
-        after: numbers of buckets with earlier ranges of its parameters. Ranges are updated in order: the last one
-            commits the parameter's counters, from which all ranges start.
+        after: numbers of buckets with earlier ranges of its parameters, to be updated first: all ranges start from the
+            same values of the parameter's counters, and the last range writes the new ones.
         followers: buckets with later ranges of its parameters.
         streamed: items that its update needs on the device: its state, and parameters whose home is on the host.
-        old: pairs of host memory and the parameter range on the device that a roll-back copies from there.
-        bound: its ranges as the optimizer sees them, by the blocks that ``streamed`` had when they were bound.
+        old: pairs of old parameter bytes on the host and their range on the device, to which a roll-back copies them.
+        bound: by the blocks in which ``streamed`` lies, the bucket's ranges as tensors that the optimizer sees.
     """
 
     number: int
@@ -109,7 +109,7 @@ def bucketing(
         own_bytes[together.get(param, ELSEWHERE)] += nbytes
         group_bytes[together.get(param, ELSEWHERE)] += state_bytes
     limit = None if policy.device_bytes == "auto" else policy.device_bytes
-    if limit is not None and policy.parameters:  # items of parameters take part of it, each a whole group
+    if limit is not None and policy.parameters:  # parameters take a part of the limit, in one item per group
         usual = sorted(own_bytes.values())[len(own_bytes) // 2]
         limit = max(limit // 4, limit - (PASSING + 1) * usual)
     bucket_bytes = policy.bucket_bytes
@@ -117,11 +117,11 @@ def bucketing(
         small = policy.updates_in_backward and not policy.parameters
         bucket_bytes = bucket_bytes_for(group_bytes.values(), limit, small=small)
     if policy.updates_in_backward and (policy.parameters or not elementwise):
-        # Do not join groups. Gradients that must be freed would wait for those of a neighbour, which may get none in
-        # this step. And joining depends on sizes, which differ between ranks; but all ranks have to run the collectives
-        # of updates in one order.
+        # Do not join groups. With ``parameters``, gradients must be freed early, and would wait for those of a group
+        # that may get none in this step. Updates that are not elementwise may run collectives, in one order on all
+        # ranks; but sizes, by which groups are joined, differ between ranks.
         return bucket_bytes, dict(together)
-    # An update needs all parameters of its bucket on the device, and a class may have little state, or none.
+    # Count parameters too: an update needs all those of its bucket on the device, even if the class has no state.
     joined_bytes = group_bytes | own_bytes if policy.parameters else group_bytes  # the larger of both
     return bucket_bytes, joined_groups(together, joined_bytes, min(JOINED_BYTES, bucket_bytes))
 
@@ -182,7 +182,7 @@ def pools_for(
 
 
 def need(pools: Sequence[Pool], buckets: Iterable[Bucket]) -> None:
-    """Raise ``least`` to the blocks that one update needs: a bucket may have parameters of several groups."""
+    """Raise ``least`` of each pool to the blocks that one update needs: a bucket may have parameters of many groups."""
     for bucket in buckets:
         for pool in pools:
             pool.least = max(pool.least, sum(item.pool is pool for item in bucket.streamed))
@@ -197,7 +197,7 @@ def share_out(pools: Sequence[Pool], nbytes: int | None) -> None:
     left = 1 << 62 if nbytes is None else nbytes - sum(pool.least * pool.nbytes for pool in pools)
     for pool in pools:
         pool.count = pool.least
-        if nbytes is None or left < 0:  # fewer than ``most`` are allowed: even the only bucket leaves the device
+        if nbytes is None or left < 0:  # keep ``count`` below ``most``, so that even a single bucket is not kept
             pool.most = max(pool.most, pool.least + 1)
     for beyond in (0, 1 if nbytes is None else 1 << 30):
         for pool in pools:

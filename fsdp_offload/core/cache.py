@@ -29,7 +29,7 @@ class Timeline:
         cycle: uses of the last iteration that had any, in order.
         repeats: that iteration had the same uses as the one before.
         at: index into ``cycle`` of the next use.
-        there: items of all uses before this index are on the device; it may be too low, and run into the next cycle.
+        there: items of all uses before this index are on the device. May be too low; may exceed ``len(cycle)``.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Timeline:
         self._noted, self.at = [], 0
 
     def abandon(self) -> None:
-        """Begin a new iteration; the one under way did not end, and teaches nothing."""
+        """Begin a new iteration, and learn nothing from the unfinished one."""
         self._noted, self.at, self.there = [], 0, 0
 
     def forget(self) -> None:
@@ -80,7 +80,7 @@ class Timeline:
     def upcoming(self, most: int) -> range:
         """Return the indices of the next uses; those beyond the end of the cycle belong to the next iteration.
 
-        If the cycle has gathers, these are ``most`` uses; else all but those whose items are on the device.
+        If the cycle has gathers, return ``most`` uses; else a whole cycle, from the first use that may lack an item.
         """
         count = len(self.cycle)
         first, most = (self.at, min(count, most)) if self.gathers else (max(self.at, self.there), count)
@@ -105,7 +105,7 @@ class Moved:
 
     Attributes:
         updates: buckets updated, on the device or on the CPU.
-        held_updates: updates that waited for ``step()``, since others held tensors over bytes that they change.
+        held_updates: buckets that were to wait for ``step()``, since others held tensors over their bytes.
     """
 
     loaded_bytes: int = 0
@@ -124,9 +124,9 @@ class Cache:
         held: items that have a place.
         pinned: items that an update is about to use; they are not evicted.
         moved: bytes and operations of this iteration.
-        bound: ``Bucket.bound`` of each bucket; entries are deleted when one of their blocks is given back.
+        bound: ``Bucket.bound`` of each bucket; without ``keeps_bound``, giving back a block deletes its entries.
         stopwatch: times copies and waits; ``None``: nothing is timed.
-        copies_alone: items move in ``step()`` only, where the model copies nothing.
+        copies_alone: items move only in ``step()``, while the model makes no copies.
         is_full: the device had no memory for a block in this iteration.
         peak_bytes, last_peak_bytes: largest size of all blocks, in this iteration and in the last one.
         keeps_bound: tensors bound to a block stay valid when the block's memory is freed and allocated again.
@@ -151,18 +151,18 @@ class Cache:
 
     @property
     def lasting_bytes(self) -> int:
-        """Return the device memory of blocks that are kept throughout the iteration."""
+        """Return the device memory of blocks within ``Pool.count``, which exist throughout the iteration."""
         return sum([min(pool.made, pool.count) * pool.nbytes for pool in self.pools])
 
     def fetch(self, item: Item, *, must: bool = True, distance: int = -1) -> bool:
         """Load ``item`` if it has no valid place; return whether it has one now.
 
-        Evict only items that are used after ``distance`` more uses. ``must``: evict any unpinned item if needed.
+        Evict only items whose next use is farther than ``distance``. ``must``: evict any, or exceed the pool's limit.
         """
         if item.block is not None:
             if item.is_fresh():
                 return True
-            self.drop(item)  # others have written the home since
+            self.drop(item)  # others have written the home since the place was filled
         block = self._room_for(item, must, distance)
         if block is None:
             return False
@@ -196,8 +196,8 @@ class Cache:
         """Note an update of the place of ``item`` that ends at ``mark``."""
         home = item.home
         if (spare := home.turn()) is not None:
-            # R4: a checkpoint's writer still reads the old home, so the next store writes the spare one. The item's
-            # loads and stores ended before the update, which has waited for them.
+            # R4: a checkpoint's writer, or a roll-back, needs the old home, so the next store writes the spare one. No
+            # load or store of ours is left in that: the update has waited for them.
             home.bytes, home.read = spare, {}
         item.written(mark)
 
@@ -226,7 +226,7 @@ class Cache:
         ``is_used``: its use in this iteration is over.
         """
         if item.block is None:
-            self.held.pop(item, None)  # an interrupt of this method has left it
+            self.held.pop(item, None)  # an interrupted ``drop`` has left it there
             return
         if not is_used:
             self.timeline.there = 0
@@ -285,8 +285,8 @@ class Cache:
     def resize(self, pool: Pool, count: int) -> None:
         """Set the ``count`` of ``pool``; if it has more blocks, evict the items that are needed last.
 
-        Call it on the compute stream, where blocks are allocated, as in a reduction's hook; not in autograd's hook
-        that accumulates a gradient, which may run on another stream.
+        Call it only while compute is the current stream, as in a reduction's hook: blocks are allocated on that.
+        Autograd may run a hook that accumulates a gradient on another stream.
         """
         pool.count = count
         self._shrink(pool)
@@ -303,14 +303,14 @@ class Cache:
         with _NOTHING if self.stopwatch is None else self.stopwatch.waiting():
             while pool.made > pool.count + pool.beyond and (pool.free or self._evict(pool, None)):
                 self._give_back(pool)
-        # Each iteration begins with the same blocks, so that each item gets a block to which it is bound already.
+        # Reuse blocks in one order: iterations begin with the same ones, and items get blocks they are bound to.
         pool.apart.sort(key=_NUMBER, reverse=True)
         if len(pool.free) == pool.made:
             pool.free.sort(key=_NUMBER)
 
     def _give_back(self, pool: Pool) -> None:
-        # R1: the next kernel of the stream on which the block was allocated may get its memory, so that stream waits.
-        # An evaluation, for which the block leaves, may run on another stream.
+        # R1: the memory may go to the next kernel on the stream that allocated the block, so that stream waits. The
+        # current stream may be another one, as in an evaluation.
         block = pool.free.pop(0)
         block.lane.wait(*block.free)
         self.lanes.freed(block.memory, block.lane)
@@ -356,7 +356,7 @@ class Cache:
     def _evict(self, pool: Pool, distance: int | None) -> bool:
         """Drop the item of ``pool`` whose next use is last; return whether there was one to drop.
 
-        ``distance``: only an item that is not kept, and is used after more uses. ``None``: any, kept ones last.
+        ``distance``: drop no kept item, and none used within that many uses. ``None``: drop kept items last.
         """
         fits = [one for one in self.held if one.pool is pool and one not in self.pinned]
         left = [one for one in fits if not one.kept] or (fits if distance is None else [])

@@ -1,6 +1,6 @@
 """Room by position: at each point of an iteration, the memory that a model leaves free below its own peak.
 
-Activations take no memory from the end of the loss's backward to the middle of the next forward, gradients none from
+Activations take little memory from the end of the backward to the middle of the next forward, gradients none from
 ``zero_grad()`` to the backward. The allocator counts in the host's program order, so the bytes in use at each gather
 and each reduction of one iteration are a curve, which the next iteration repeats.
 """
@@ -13,15 +13,15 @@ from typing import NamedTuple, Protocol
 from .items import Item, Pool, Use
 
 LASTING_POINTS = 8
-"""Points for which there must be room before a block is allocated: compute waits when a block leaves after a store.
-An eighth of the points where there are few."""
+"""A block is allocated only if it fits at this many following points, or at an eighth of all points if that is fewer:
+when a block leaves, compute waits for its store."""
 
 ALIKE = 0.02
 """Part of the peak by which two iterations may differ and still count as equal."""
 
 PATIENCE = 12
-"""Iterations without a fitting curve after which nothing waits for one, and it is read ever more seldom: some loops
-never repeat."""
+"""After this many iterations without a fitting curve, the choice of blocks no longer waits for one, and iterations are
+read ever more seldom: some loops never repeat."""
 
 
 class Reading(NamedTuple):
@@ -31,7 +31,7 @@ class Reading(NamedTuple):
         used_bytes: bytes in use.
         ever_bytes: bytes ever allocated; it only grows.
         operations: count of allocations and frees.
-        optimizers: optimizers that have blocks on the device, and share the room.
+        optimizers: count of offloaded optimizers, which share the room.
     """
 
     used_bytes: int
@@ -79,13 +79,13 @@ class Curve:
         self.positions: list[int] = []
         self.at, self.is_expected = -1, False
         self._names: list[object] = []
-        self._noted: list[tuple[object, int, Reading]] | None = None  # points of this iteration; None: it is not read
-        self._has_ended, self._is_wanted = True, False  # does the next point begin an iteration; is that to be read
-        self._peak, self._peak_at, self._last_bytes = Reading(0, 0), 0, 0  # and the bytes of the last iteration there
+        self._noted: list[tuple[object, int, Reading]] | None = None  # points read in this iteration; None: not read
+        self._has_ended, self._is_wanted = True, False  # the next point begins an iteration; read that iteration
+        self._peak, self._peak_at, self._last_bytes = Reading(0, 0), 0, 0  # peak; its point; last bytes at that point
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether a curve is still to be read, and fewer than ``PATIENCE`` iterations have passed without."""
+        """Return whether to wait for a curve: none is known, for fewer than ``PATIENCE`` iterations so far."""
         return self.read is not None and not self.room_bytes and self._missed < PATIENCE
 
     def come(self, name: object, position: int) -> None:
@@ -105,7 +105,7 @@ class Curve:
         self.at += expected.index(name) + 1 if self.is_expected else 0
         if self.is_expected and self.at == self._peak_at and self._noted is None:
             now = self.read()
-            # Ask for a new reading if two iterations in turn agree with each other, but not with the curve.
+            # Ask for a new reading if two iterations in a row agree with each other, but not with the curve.
             peak_bytes, last_bytes, self._last_bytes = self._peak.used_bytes, self._last_bytes, now.used_bytes
             alike_bytes = ALIKE * peak_bytes
             is_other = abs(now.used_bytes - peak_bytes) > alike_bytes >= abs(now.used_bytes - last_bytes)
@@ -128,7 +128,7 @@ class Curve:
         return self.history.end()
 
     def _learn(self, noted: list[tuple[object, int, Reading]], behind: Reading) -> None:
-        """Make a curve of the points ``noted`` in an iteration, and ``behind``, read at the first point of the next."""
+        """Make a curve of the points ``noted`` in an iteration; ``behind`` is read at the first point of the next."""
         events = self._end_history()
         self._is_wanted = False
         readings = [*(reading for *_, reading in noted), behind]
@@ -163,7 +163,7 @@ class RoomHere:
             curve: the curve of an iteration.
             cycle: uses of the iteration.
             pools: all pools, those that gain most from a block first.
-            leaving: pools whose blocks in transit have to fit the room as well, at points where no item needs them.
+            leaving: pools that give up blocks in transit at points without room for them, unless a use needs them.
         """
         self._curve, self._count, self.curve_bytes = curve, len(cycle), curve.room_bytes
         self.is_known, self._positions = bool(curve.room_bytes), curve.positions
@@ -196,12 +196,12 @@ class RoomHere:
 
 
 def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] | None:
-    """Return, for each point, the most bytes in use before the next one, on top of those in use at the point.
+    """Return, for each point, by how many bytes memory in use rises at most before the next point.
 
     Args:
         readings: memory at each point, and at the first point of the next iteration.
-        events: bytes allocated, negative for frees, in order since the first reading. The result is ``None`` if they do
-            not match the counted operations.
+        events: bytes allocated, negative for frees, in order since the first reading. Unless there are as many
+            as counted operations, the result is ``None``.
     """
     counts = [one.operations - readings[0].operations for one in readings]
     if counts[-1] != len(events):
@@ -212,17 +212,17 @@ def transients(readings: Sequence[Reading], events: Sequence[int]) -> list[int] 
 def leads(
     cycle: Sequence[Use], positions: Sequence[int], pool: Pool, most: Sequence[int], behind: int
 ) -> dict[int, int]:
-    """Return, for each use, how many points ahead of it its items may be loaded without having to leave before it.
+    """Return, for each use, how many points earlier its items may be loaded without having to leave before the use.
 
-    Loads leave blocks to items that updates used at the last ``behind`` points, except for those in transit: if loads
-    took all blocks, compute would wait for the stores of each update, and the link would be idle meanwhile.
+    Loads may take ``pool.transit`` blocks, and more only if blocks are left to items that updates used at the last
+    ``behind`` points. If loads took all, compute would wait for each update's stores, with an idle link meanwhile.
 
     Args:
         cycle: uses of an iteration.
         positions: for each point, the number of uses before it.
         pool: the pool whose items count.
         most: for each point, the most items of the pool that may be on the device without being kept.
-        behind: a number of points.
+        behind: points for which an updated item keeps its block, while it is stored.
     """
     moving = [{item for item in use.items if item.pool is pool and not item.kept} for use in cycle]
     found: dict[int, int] = {}
@@ -258,7 +258,7 @@ def point_of(positions: Sequence[int], at: int) -> int:
 def shares(room_bytes: int, pools: Sequence[Pool], leaving: Sequence[int]) -> list[int]:
     """Divide room among ``pools``, given in the order of their gain; return how many more blocks each may have.
 
-    ``leaving``: blocks of each pool that have to fit the room as well; those that do not fit make the result negative.
+    ``leaving``: blocks of each pool that exist and have to fit as well; each that does not fit counts -1 in the result.
     """
     room_bytes -= sum(pool.nbytes * count for pool, count in zip(pools, leaving, strict=True))
     found = [0] * len(pools)

@@ -1,6 +1,6 @@
 """Items, which have a home on the host and perhaps a place on the device, and the blocks in which places lie.
 
-The marks that protect bytes are kept here, with the bytes, and nowhere else. Each wait for a mark names its rule:
+Most marks that protect bytes are kept here, with the bytes. Most waits for a mark name their rule:
 
 - R1: a write to a place waits for the place's last users.
 - R2: a read of a home waits for the last store into it.
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..device.lanes import Lane, Mark
 
 BytesAtHome = Sequence[tuple[Tensor, int]]
-"""Pairs of flat host bytes, and the offset in the place (bytes) to which they belong."""
+"""Pairs of host bytes (flat, ``uint8``) and their offset in the place (bytes)."""
 
 PASSING = 3
 """Blocks for items in transit, on top of those of kept items: one is loaded, one updated, one stored."""
@@ -81,9 +81,9 @@ class Home:
         bytes: the bytes that are the home now; empty for parameters that stay on the device.
         stored: R2: mark of the last store.
         read: R4: by lane, the mark of its last read.
-        exposed_at: steps that had ended when others looked at it; they may have written it since. ``None``: no look
-            since the last update, and no tensor of others over it.
-        seen: the version when others looked, or when the place was filled or stored after that.
+        exposed_at: ``Core.steps`` when others first looked at this home, which they may have written since. ``None``:
+            others have not looked since the last update, and hold no tensor over this home.
+        seen: the version at that look, or at the last load or store after it.
     """
 
     bytes: BytesAtHome = ()
@@ -97,7 +97,7 @@ class Home:
         return self.bytes
 
     def turn(self) -> BytesAtHome | None:
-        """After an update, return the spare bytes if they become the home (R4 without a wait; a speculative step)."""
+        """After an update, return the spare bytes if they become the home: readers or a roll-back need the old (R4)."""
         return None
 
     def wait_unread(self) -> None:
@@ -106,8 +106,8 @@ class Home:
     def is_held(self) -> bool:
         """Return whether others have tensors over this home. Called only while it is exposed.
 
-        Held state is updated and stored by ``step()`` only, and has no place between steps: each write of others to its
-        home counts, whether a version tells of it or not. Held parameters are stored right after their update.
+        Held state is updated and stored by ``step()`` only, and has no place between steps, so that each write to its
+        home by others counts, even one that no version shows. Held parameters are stored right after their update.
         """
         return False
 
@@ -120,7 +120,7 @@ class Home:
         self.seen = self.version()
 
     def expose(self, step: int) -> None:
-        """Note that others are about to look at this home, which is as new as the place, and may write it."""
+        """Note that others may read and write this home from now on. It is as new as the place."""
         if self.exposed_at is None:
             self.exposed_at, self.seen = step, self.version()
 
@@ -143,7 +143,7 @@ class Item:
         exists: home or place holds values; state does not exist before the first step.
         block: the block that is its place; ``None``: it is not on the device.
         dirty: the home is older than the place.
-        kept: prefetches do not evict it, and it is stored only when others look at it.
+        kept: prefetches do not evict it, and its updates are stored only if others, or a roll-back, need that.
         ready: R3: mark of the load or update that last wrote the place.
         updated: mark of the last update, even if the item has left the device since.
         cpu_updates: by bucket number, mark of the last update on the CPU, which writes another slice of the parameters
@@ -168,7 +168,7 @@ class Item:
 
     @property
     def stays(self) -> bool:
-        """Return whether this item is stored only when others look at it, rather than after its update."""
+        """Return whether an update of this item needs no store: it is kept, and others have not looked at its home."""
         return self.kept and self.home.exposed_at is None
 
     def is_fresh(self) -> bool:
@@ -192,7 +192,7 @@ class Item:
         return [(one, memory[offset : offset + one.numel()]) for one, offset in at_home]
 
     def place(self) -> Sequence[Tensor]:
-        """Return the device tensors that an update of this item writes, as far as they lie in a place."""
+        """Return the bytes of the place, which an update of this item writes; nothing if there is no place."""
         return [] if self.block is None else [self.block.memory[: self.nbytes]]
 
 

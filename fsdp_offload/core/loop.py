@@ -22,7 +22,7 @@ from .items import BytesAtHome, Item, Pool, Use
 class Mode(NamedTuple):
     """Says when updates may begin, and in which lane they run.
 
-    In the lane "update", gathers wait for updates, and ``step()`` does not.
+    With the lane "update", gathers wait for updates, and ``step()`` does not.
     """
 
     begin: Literal["step", "final"]
@@ -36,7 +36,7 @@ MODES = {
 }
 
 AHEAD, GATHERS_AHEAD, LOADS_FOR_GATHERS = 16, 4, 2
-"""Limits of prefetches where parameters stream: uses, gathers, and loads for gathers.
+"""Limits of one prefetch if parameters stream: uses looked ahead, gathers among these, and loads for gathers.
 More would delay other copies over the link: state for updates, and fully_shard's own small copies."""
 
 REDUCTIONS_BEHIND = 4
@@ -62,7 +62,7 @@ class Updates:
         done: buckets that this step has updated, in order.
         torn: buckets whose update is being issued; after an exception, they may be half updated.
         ready: buckets that may be updated now.
-        used_by: for each of the last reductions, marks behind its updates, and numbers of the buckets updated.
+        used_by: for each of the last reductions, marks after its updates, and numbers of the updated buckets.
         began_at: mark of compute where the backward began the step; unset if ``step()`` began it.
         stepping: mark of compute where ``step()`` was called; ``None`` outside of ``step()``.
         is_seen: a forward already ran on parameters that the backward updated for this step.
@@ -88,7 +88,7 @@ class Updates:
         raise NotImplementedError
 
     def abandon(self, buckets: Sequence[Bucket]) -> None:
-        """End a step that has failed: those of ``buckets`` that are not ``done`` are not updated any more."""
+        """End a failed step: those of ``buckets`` that are not ``done`` will not be updated."""
         raise NotImplementedError
 
 
@@ -99,10 +99,10 @@ class Reductions:
 
     Attributes:
         counts: reductions of each group.
-        least: reductions expected of a group without a count from earlier steps; 1: there is no room for gradients.
+        least: reductions expected of a group without a count from earlier steps; 1: not all gradients fit; 0: unknown.
         marks: by group, mark of its last reduction.
-        held: buckets that wait for ``step()``, since others hold tensors over bytes that the update would change;
-            updated nevertheless where all gradients are freed.
+        held: buckets that wait for ``step()``, since others hold tensors over bytes that the update would change.
+            ``Core.frees_all``: they are updated nevertheless.
         undone: buckets whose speculative updates were rolled back.
     """
 
@@ -144,14 +144,14 @@ class Core:
         buckets: all buckets, in forward order; ``of_group``: by group number, buckets with parameters of the group.
         weights: by group number, the item of its parameters; ``nbytes`` is 0 if they stay on the device.
         frees_gradients: gradients are freed in the backward that uses them.
-        frees_all: also in the first backward, since the device has no room for all of them.
+        frees_all: gradients are freed in the first backward, too: the device has no room for all.
         last_moved: bytes and operations of the last step; ``None``: no step has ended yet.
         updates: the step under way; ``None``: no step has begun.
         updated: by lane name, mark of the last update in that lane.
         away: ``offload()`` was called: items return when they are used, and are not prefetched.
         steps: steps that have ended.
         curve: device memory that the model leaves free at each point.
-        gives_way: blocks of state, unless kept, do not raise the model's own peak of memory.
+        gives_way: blocks of state in transit leave where they would raise the model's own peak of memory.
         lock: held for one operation on this object, and never around users' code, which may wait for a thread that
             needs the lock: on a GPU, hooks run in autograd's threads.
         thread: identity of the thread that trains; other threads wait for the end of a step before they look.
@@ -281,7 +281,7 @@ class Core:
         return contextlib.nullcontext() if watch is None else watch.calling()
 
     def gathered(self, number: int, stream: torch.Stream | None, *, counts: bool = True) -> None:
-        """Note that the read has been issued. ``counts``: it belongs to training rather than to an evaluation."""
+        """Note that the read after :meth:`gather` was issued. ``counts``: it is part of training, not an evaluation."""
         item = self.weights.get(number)
         if item is None or not (item.nbytes or self.mode.lane == "update"):
             return
@@ -296,7 +296,7 @@ class Core:
         return self.updates is not None and not self.updates.done.keys().isdisjoint(self.of_group.get(number, ()))
 
     def uses(self, number: int) -> None:
-        """Make compute, which is about to use a gathered group, wait for its updates; then release their gradients."""
+        """Before compute uses a gathered group, make it wait for the group's updates, and release their gradients."""
         done = self.updates.done if self.updates is not None else {}
         for bucket in self.of_group.get(number, ()):
             if bucket.number in self._gradients and bucket not in done:
@@ -312,7 +312,7 @@ class Core:
     def reduced(self, number: int, event: object, *, goes_on: bool) -> Sequence[Bucket]:
         """Count a reduction of group ``number``, which ends at torch's ``event``; return buckets to update now.
 
-        These have final gradients; each is followed by buckets with later ranges of its parameters.
+        All their gradients are final. Buckets with later ranges of a parameter come last.
         ``goes_on``: a step has begun in this backward, or may begin here.
         """
         self.reductions.counts[number] += 1
@@ -345,15 +345,15 @@ class Core:
         """In the backward, update ``ready`` if a step has begun, and load the items that are used next."""
         updates = self.updates
         if updates is None:
-            self.prefetch()  # for step(), which will update them
+            self.prefetch()  # for the updates in step()
             return
         before = len(updates.done)
         updates.ready += ready
         self.pump(updates)
         if not self.frees_gradients:
             return
-        # Free gradients of updates issued over ``REDUCTIONS_BEHIND`` reductions ago, once compute waits for them: later
-        # reductions reuse the memory, on a stream that waits for compute.
+        # Make compute wait for updates issued over ``REDUCTIONS_BEHIND`` reductions ago, and free the gradients that
+        # they read: later reductions reuse the memory, on a stream that waits for compute.
         updates.used_by.append(([*self.updated.values()], [bucket.number for bucket in list(updates.done)[before:]]))
         while len(updates.used_by) > REDUCTIONS_BEHIND:
             marks, numbers = updates.used_by.popleft()
@@ -364,7 +364,7 @@ class Core:
                 self._gradients.pop(number, None)
 
     def step(self, wanted: Sequence[Bucket], late: Container[Bucket] = ()) -> None:
-        """Update buckets of ``wanted`` that the backward has not updated, or that got a gradient too ``late``."""
+        """Update buckets of ``wanted`` that the backward has not updated, or updated before a ``late`` gradient."""
         assert self.updates is not None
         self.updates.stepping = self.lanes.compute.mark()
         left = [one for one in wanted if one not in self.updates.done or one in late]
@@ -372,7 +372,7 @@ class Core:
         self.updates.ready = sorted(left, key=lambda bucket: not bucket.on_host)
         aside = self.mode.lane == "update"
         try:
-            # The host waits here if copies fill the driver's queue, and so does compute: the forward begins late.
+            # Time the host, too: if copies fill the driver's queue, the host waits here, and the forward begins late.
             with self._timed_wait(self.lanes.compute, with_host=True) if aside else contextlib.nullcontext():
                 self.pump(self.updates)
                 for item in list(self.cache.held):
@@ -419,9 +419,9 @@ class Core:
     def pump(self, updates: Updates) -> None:
         """Update all ready buckets, and load the items that are used next.
 
-        One update takes a bucket, and others of the same groups whose items are on the device already: each update
-        costs the host 0.3 ms. It leaves one block in transit to the next load, so that the link is busy both ways while
-        the updated items are stored.
+        One update takes a bucket, and others of the same groups whose items are on the device already, since each
+        update costs the host 0.3 ms. It leaves one block in transit unused: the next load fills that block while the
+        updated items are stored, so that the link is busy both ways.
         """
         if not updates.ready:
             self.prefetch()
@@ -458,7 +458,7 @@ class Core:
                 way_back.guard(one)
         lane.wait(*self._with_gradients(updates, first))
         if creates:
-            lane.wait(*self.updated.values())  # R3: they may still be writing counters, and tensors of all parameters
+            lane.wait(*self.updated.values())  # R3: other updates may still be writing counters, or shared tensors
         items = {item: None for one in buckets for item in (one.state, *one.weights)}
         with self._timed_wait(lane, in_step=True):
             for item in items:
@@ -486,9 +486,9 @@ class Core:
         self._send_home(updates, buckets, way_back)
 
     def _lane_of(self, updates: Updates, buckets: Sequence[Bucket]) -> Lane:
-        """Choose the lane of an update. Kept buckets have their own, so that they never wait for another's load.
+        """Choose the lane of an update. Kept buckets, which the next forward needs first, have one of their own.
 
-        The next forward needs them first. Each update waits for the last one of the same parameters: ``Item.ready``.
+        There they never wait for another bucket's load. ``Item.ready`` orders updates of the same parameters.
         """
         if not buckets[0].state.exists:
             return self.lanes.compute  # an optimizer allocates new state on the stream that it runs on
@@ -505,7 +505,7 @@ class Core:
         return [updates.began_at, *(self.reductions.marks[group] for group in bucket.groups)]
 
     def _hold(self, updates: Updates, gradients: list[Tensor], buckets: Sequence[Bucket]) -> None:
-        """Keep gradients alive until compute has waited for the update that reads them, in the next gather.
+        """Keep gradients alive until compute has waited for the update that reads them: in :meth:`uses` or :meth:`run`.
 
         Gradients of a group share one buffer of the reduce-scatter stream. It is freed with its last reference, and the
         next reduction that gets the memory waits for compute only.
@@ -515,9 +515,9 @@ class Core:
             self._gradients[one.number] = [*before, *gradients]
 
     def _send_home(self, updates: Updates, buckets: Sequence[Bucket], way_back: "WayBack | None") -> None:
-        """Store the items of updated buckets; in a speculative step also kept ones, which the next one needs at home.
+        """Store items of updated buckets; in a speculative step also kept ones, to have them at home before the next.
 
-        State that is not kept gives up its place: the next load waits for its store, and not for later ones.
+        State that is not kept gives up its place now, so that the next load waits for this store, not for later ones.
         """
         number_of = {item: number for one in buckets for number, item in zip(one.groups, one.weights, strict=True)}
         for item in {item: None for one in buckets for item in one.streamed}:
@@ -534,12 +534,12 @@ class Core:
     def _update_on_host(self, updates: Updates, bucket: Bucket) -> None:
         """Let the CPU update a bucket: its state stays in its home, and its slice of the parameters is copied up.
 
-        No wait for gathers is needed (R1): the update waits for the gradients, which were made after them.
+        No wait for gathers is needed (R1): the update waits for gradients, which were made after the gathers.
         """
         bucket.state.exists = True
         if (
             updates.stepping is None and bucket not in self.reductions.held
-        ):  # not asked again: updates hold tensors over it, too
+        ):  # do not ask ``is_held`` again: updates hold tensors over the home, too
             bucket.state.home.exposed_at = None  # others have not seen the values that this update writes
         bucket.state.home.stored = mark = updates.on_host(
             bucket, self._with_gradients(updates, bucket)
@@ -553,7 +553,7 @@ class Core:
     def prefetch(self) -> None:
         """Load the next items of each pool, nearest use first, until an item needed sooner would have to leave.
 
-        Also stop while many copies wait in the driver's queue: what is left comes at the next points of the model.
+        Also stop while many copies wait in the driver's queue: later points of the model load the rest.
         """
         if self.away:
             return
@@ -599,9 +599,9 @@ class Core:
             self._gradients.clear()
 
     def wait_home(self, items: Iterable[Item], *, may_write: bool = True) -> None:
-        """Block the host until the homes of ``items`` are up to date. ``may_write``: the caller may write there.
+        """Block the host until the homes of ``items`` are up to date. ``may_write``: the caller may write these homes.
 
-        Versions miss some writes (``torch._foreach_*`` on DTensors), so places are then loaded again before use.
+        With ``may_write``, load places again before use: versions miss some writes (``torch._foreach_*`` on DTensors).
         """
         items, updated = list(items), self._updated_items()
         self.cache.flush(items)
@@ -612,7 +612,7 @@ class Core:
             for mark in home.read.values():
                 mark.synchronize()  # R4, on the host: the caller may write the home
             home.expose(self.steps)
-            if may_write and item not in updated:  # an updated item is newer in its place, and a write cannot count
+            if may_write and item not in updated:  # ``Speculation.problem`` needs ``seen`` of updated items
                 home.seen = None
         for mark in self.updated.values():
             mark.synchronize()  # R3, on the host: counters, which updates write in place
@@ -642,7 +642,7 @@ class Core:
         return {item for bucket in self.done for item in (bucket.state, *bucket.streamed)}
 
     def reset(self) -> None:
-        """Begin a new iteration from the values at home."""
+        """Begin a new iteration, and forget what the unfinished one has recorded."""
         self.updates = None
         self.timeline.abandon()
         if self.curve.read is not None:
@@ -659,7 +659,7 @@ class WayBack:
         self.core = core
         self._before: dict[Item, tuple[BytesAtHome, object]] = {}  # old homes; their versions, if users have looked
         self._stored: set[Bucket] = set()  # buckets whose old parameters are stored, or being stored, on the host
-        self._versions: dict[Tensor, object] = {}  # of their parameters: when stored, or after this step's update
+        self._versions: dict[Tensor, object] = {}  # of parameters, when stored here or updated by this step
 
     def guard(self, bucket: Bucket) -> None:
         """Before the update of ``bucket``, store the bytes that a roll-back needs and the host does not have."""
@@ -675,13 +675,13 @@ class WayBack:
         known, versions = self._versions, dict(zip(bucket.params, versions_of(bucket.params), strict=True))
         if not versions.items() <= known.items():
             written = {one for one, version in versions.items() if known.get(one, version) != version}
-            if written:  # also old parameters of other buckets that have a range of a written one
+            if written:  # also store again what other buckets have of a written parameter
                 self._stored = {one for one in self._stored if written.isdisjoint(one.params)}
         self._versions |= versions
         if bucket in self._stored or not bucket.old:
             return
         lanes = self.core.lanes
-        lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update; users write on it, too
+        lanes.store.wait(lanes.compute.mark())  # R3: compute has waited for the last update, and users write there, too
         lanes.store.copy(bucket.old)
         mark = lanes.store.mark()
         for item in bucket.weights:
@@ -689,7 +689,7 @@ class WayBack:
         self._stored.add(bucket)
 
     def updated(self, bucket: Bucket) -> None:
-        """Note that the update of ``bucket`` has written its parameters, so that it is not taken for a user's write."""
+        """Note that the update of ``bucket`` has written its parameters: this does not count as a write by the user."""
         self._versions.update(zip(bucket.params, versions_of(bucket.params), strict=True))
 
     def is_written(self) -> bool:
@@ -701,11 +701,11 @@ class WayBack:
         """Undo all updates of this step, in the order of the compute stream."""
         core, lanes = self.core, self.core.lanes
         core.wait_updated()  # updates read gradients, which the user may write after this
-        lanes.load.wait(*core.updated.values())  # R1: updates have waited for gathers; failed ones have marked no item
+        lanes.load.wait(*core.updated.values())  # R1: updates have waited for gathers; a failed one sets no ``ready``
         core.cache.forget(self._before)
         for item, (before, _) in self._before.items():
             item.home.bytes = before
-            item.home.read.clear()  # the update has waited for its loads, and the next one waits for later loads
+            item.home.read.clear()  # the update has waited for loads from it, and the next update waits for later ones
             item.home.expose(core.steps)  # the user may still hold tensors over it, and write them before step()
         for bucket in (*core.done, *core.torn):
             if bucket.old:

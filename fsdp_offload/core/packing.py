@@ -95,8 +95,8 @@ def plan_buckets(shards: Sequence[ShardSpec], bucket_bytes: int) -> tuple[tuple[
 
     Args:
         shards: this rank's state shards. Empty ones (``numel == 0``) belong to a bucket like any other.
-        bucket_bytes: largest size of a bucket. A shard that does not fit the rest of a bucket is cut there if it may
-            be; one that may not be cut and is larger is a bucket alone.
+        bucket_bytes: largest size of a bucket. A shard that does not fit the rest of a bucket is cut there if it is
+            ``cuttable``; otherwise it begins the next bucket, even if it is larger than that.
 
     Returns:
         The buckets, and the homes of the shards.
@@ -113,7 +113,7 @@ def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range,
     for _, grouped in itertools.groupby(enumerate(shards), key=lambda numbered: numbered[1].together):
         run = list(grouped)
         is_even = all(shard.cuttable for _, shard in run)
-        left_bytes = sum(aligned(nbytes) for _, shard in run for nbytes in shard.leaf_nbytes)  # unpacked, of the run
+        left_bytes = sum(aligned(nbytes) for _, shard in run for nbytes in shard.leaf_nbytes)  # of the run, not packed
         ranges: list[Range] = []
         filled_bytes = 0
         for index, shard in run:
@@ -127,7 +127,7 @@ def _pack(shards: Sequence[ShardSpec], most_bytes: int) -> Iterator[tuple[Range,
                 if total_bytes >= 16 * most_bytes:
                     ramp_bytes = min(done_bytes, (total_bytes - done_bytes) // 2)
                     limit_bytes = max(bucket_bytes // 4, min(limit_bytes, ramp_bytes))
-                # The rest of the run fits the other parts, whose cuts will not fill them to the last byte.
+                # Full: the rest of the run fits the other parts, even if inexact cuts leave 1/64 of them unused.
                 is_full = left_bytes - filled_bytes <= (parts - 1) * bucket_bytes * 63 // 64
                 room_bytes = limit_bytes - filled_bytes
                 stop = _take_until(shard, start, room_bytes, bucket_bytes, is_first=not ranges, is_full=is_full)
@@ -195,10 +195,10 @@ def join_copies(copies: Iterable[Move], breaks: Container[int]) -> list[Move]:
 
 
 def choose_host_share(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Choose which parameters the CPU updates; ``sizes`` are their bytes of state, 0 if it cannot.
+    """Choose which parameters the CPU updates; ``sizes``: elements of each, 0 if the CPU cannot update it.
 
-    Choose from the end, since a backward reduces these gradients first. Take one if that brings the share nearer to
-    ``fraction``. All ranks with a copy of the same shard have to choose alike, since the CPU's kernels round
+    Choose from the end, since a backward reduces these gradients first. Take a parameter if that brings the share
+    nearer to ``fraction``. All ranks with a copy of the same shard have to choose alike, since the CPU's kernels round
     differently from the device's, and the choice is not saved.
     """
     left_bytes, chosen = round(fraction * sum(sizes)), [False] * len(sizes)

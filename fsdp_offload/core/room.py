@@ -31,8 +31,8 @@ TWO_WAY_BYTES_PER_MS = 80e6
 """Rate of loads and stores together until both are measured; only how fast ``"auto"`` grows depends on it."""
 
 FULL = 0.75
-"""Busy part of the link from which on copies fill the driver's queue: the host waits in our hooks, and compute for
-the host."""
+"""Busy part of the link's time above which copies fill the driver's queue: the host waits in our hooks, and compute
+waits for the host."""
 
 
 class Reading(NamedTuple):
@@ -40,13 +40,13 @@ class Reading(NamedTuple):
 
     Attributes:
         stalled_ms: time for which compute waited for items.
-        in_step_ms: part of it in updates that run in ``step()``: they wait for all copies, however much stays.
+        in_step_ms: part of ``stalled_ms`` in updates on compute, which wait for all copies, however many items stay.
         iteration_ms: from the end of the last step to the end of this one.
         load_gb_per_s, store_gb_per_s: rate of one large copy each way, in 10**9 bytes; ``None``: not measured.
         link_ms: time that the busier direction needs for all bytes moved, at that rate.
         host_ms: time for which compute was idle while the host was in reductions' hooks or in ``step()``.
-        paced_ms: ``host_ms`` plus the time between two of our calls if compute was idle at both, less waits: other
-            Python may have kept it waiting.
+        paced_ms: ``host_ms`` plus time between two of our calls, less waits, if compute was idle at both calls: other
+            Python code may have kept compute waiting.
     """
 
     stalled_ms: float
@@ -60,7 +60,7 @@ class Reading(NamedTuple):
 
     @property
     def late_ms(self) -> float:
-        """Return the time for which compute stalled that more blocks would have avoided."""
+        """Return the part of the stall that more blocks would have avoided."""
         is_full = self.link_ms > FULL * self.iteration_ms
         return self.stalled_ms - self.in_step_ms + (self.host_ms if is_full else 0)
 
@@ -94,7 +94,7 @@ class _Iteration:
     """Marks of one iteration: at its ends, and around each wait, each of our calls, one load and one store."""
 
     begin: EventMark
-    caught_up: bool = False  # that of the last call before the iteration
+    caught_up: bool = False  # ``_Call.caught_up`` of the last call before the iteration
     end: EventMark | None = None
     waits: list["_Wait"] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Stopwatch:
     def waiting(self, *, in_step: bool = False, with_host: bool = False) -> Iterator[None]:
         """Time waits that are issued to the current stream inside the block.
 
-        ``in_step``: of an update in ``step()``. ``with_host``: count time of the host, as for the driver's full queue.
+        ``in_step``: an update on compute waits. ``with_host``: count the host's time, too, as for a full driver queue.
         """
         begin, began = self._mark(), time.perf_counter()
         yield
@@ -180,7 +180,7 @@ class Stopwatch:
 
     @contextmanager
     def copying(self, lane: Lane, nbytes: int) -> Iterator[None]:
-        """Time the copy of ``nbytes`` on ``lane`` if it is the first as large as any of the iteration before."""
+        """Count ``nbytes`` copied on ``lane``; time the first copy as large as the largest of the iteration before."""
         name, now = lane.name, self._now
         largest_bytes = self._largest_bytes.get(name, 0)
         if now is not None:
@@ -194,7 +194,7 @@ class Stopwatch:
         now.copies[name] = nbytes, begin, lane.mark(timed=True)
 
     def end(self, *, reads: bool = True) -> Reading | None:
-        """End an iteration; return the times of the one before, which the device has finished or will soon, if known.
+        """End an iteration; return the times of the one before, if known. The device has finished it, or will soon.
 
         ``reads``: the times are wanted, which costs the host 1 ms.
         """
@@ -233,7 +233,7 @@ class Room:
     """
 
     def __init__(self, block_bytes: int, most: int, rate: float) -> None:
-        """Take the bytes of a block, the most useful ``extra``, and bytes per ms of loads and stores together."""
+        """Take the bytes of a block, the largest useful ``extra``, and bytes per ms of loads and stores together."""
         self.block_bytes, self.most, self.rate = block_bytes, most, rate
         self.extra = 0
         self.sentence = ""
@@ -241,14 +241,14 @@ class Room:
         self._calm = 0
         self._iterations = 0
         self._rest = 0  # readings still to skip, taken with the previous number of blocks
-        self._late_ms = 0.0  # that of the last reading
+        self._late_ms = 0.0  # ``late_ms`` of the last reading
 
     @classmethod
     def for_pools(cls, pools: Sequence[Pool], items: Iterable[Item]) -> "Room | None":
         """Make a room for the blocks that ``pools`` lack and could use; ``None`` if they lack none.
 
-        It is bounded by the bytes of ``items``: blocks have the size of the largest one, and without offload there
-        would be no blocks.
+        All blocks together take at most the bytes of ``items``, which would be on the device without offload. Blocks
+        are as large as the largest item, so that one for each item would take more.
         """
         wanting = [pool for pool in pools if pool.most > pool.count]
         if not wanting:
@@ -281,7 +281,7 @@ class Room:
         if reading is None or self._rest or self._iterations < UNSETTLED:
             return 0
         before = self.extra
-        # The better of two readings counts: a shared machine halts once, and no block would have helped.
+        # The better of two readings counts: a shared machine may halt once, which no block would have prevented.
         late_ms, self._late_ms = min(self._late_ms, reading.late_ms), reading.late_ms
         if reading.load_gb_per_s is not None and reading.store_gb_per_s is not None:
             self.rate = 1e6 * (reading.load_gb_per_s + reading.store_gb_per_s)

@@ -1,4 +1,4 @@
-"""The only room that knows streams, events and pinned memory: arena, lanes, limits."""
+"""Streams, events and pinned memory: arenas, lanes, and limits of host memory."""
 
 from .copy_queues import ask_for_copy_queues
 

@@ -1,7 +1,7 @@
 """Host memory of exactly the size asked for, page-locked where there is an accelerator, freed with its last user.
 
-torch's caching host allocator rounds every request up to a power of two and keeps what is freed, so a region is a
-mapping, private or of a file in memory, that is touched in parallel and then registered with the driver. Its life:
+torch's caching host allocator rounds every request up to a power of two and keeps what is freed. A region is instead a
+mapping (private, or of a file in memory), touched in parallel and then registered with the driver. Its life:
 
     map -> touch (several threads, so pages come from the toucher's NUMA node) -> register -> ... -> unregister -> unmap
 
@@ -39,7 +39,7 @@ BREAK_BYTES = 256 << 20
 _TOUCH_CHUNK_BYTES = 32 << 20
 
 _MADV_POPULATE_WRITE = 23
-"""Makes all pages of a range, or says that there is no room for them; Linux 5.14 or newer knows it."""
+"""Advice of ``madvise`` that makes all pages of a range, or fails if there is no room; since Linux 5.14."""
 
 
 def aligned(nbytes: int, to_bytes: int = ALIGN_BYTES) -> int:
@@ -63,8 +63,8 @@ class _Mapping(mmap.mmap):
         as_argument: Callable[[object], object] = ctypes.py_object,
     ) -> None:
         if getpid() != self._creator_pid:
-            # A forked child has no such pages, and no usable driver. By now it may have pages of its own there, which
-            # must not be unmapped.
+            # A forked child has no such pages, and no usable driver. By now it may have mapped pages of its own at this
+            # address, which must not be unmapped.
             add_reference(as_argument(self))
             return
         # Not weakref.finalize: mmap unmaps first and tells its weak references afterwards. And not at exit: the driver
@@ -90,11 +90,11 @@ class Region:
     def __init__(
         self, nbytes: int, *, device: torch.device, pin: bool, breaks: Sequence[int] = (), file: int | None = None
     ) -> None:
-        """Take ``nbytes`` bytes, zeroed, and page-lock them for ``device`` if ``pin``, or raise a RuntimeError.
+        """Take ``nbytes`` bytes, and page-lock them if ``pin``, or raise a RuntimeError. Private mappings are zeroed.
 
         ``breaks`` are page-aligned offsets, ascending, that no tensor and no copy will cross: the pieces between them
-        are touched and locked in parallel, and the driver refuses a copy across two. ``file``: the descriptor of a file
-        in memory with as many bytes, which become the region as they are, and outlive the process.
+        are touched and locked in parallel, and the driver refuses a copy across two. ``file``: descriptor of a file in
+        memory, whose bytes become the region as they are, and outlive the process.
         """
         if sys.platform != "linux":
             raise RuntimeError(f"fsdp_offload runs on Linux, whose mmap.MADV_DONTFORK it needs, not on {sys.platform}.")
@@ -102,7 +102,7 @@ class Region:
         is_short = is_replaced.get()
         self.pinned, self.taken_bytes = pin and nbytes > 0 and not is_short, 0 if is_short else nbytes
         if self.pinned and device.type != "cuda":
-            # Registering memory is CUDA's alone: elsewhere the host allocator of torch has to do, with its rounding.
+            # Only CUDA registers memory. Other accelerators get memory of torch's host allocator, with its rounding.
             self._owner: object = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
             self.bytes: Tensor = self._owner
             return
@@ -136,7 +136,7 @@ class Region:
     ) -> Tensor:
         """Return a tensor over ``nbytes`` bytes at ``offset``, with a storage of exactly these bytes.
 
-        torch.distributed.checkpoint copies whole *storages*: of views of one, each would be staged as all of it.
+        torch.distributed.checkpoint stages whole *storages*: it would copy a shared one once for each of its views.
         """
         if nbytes == 0:
             return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
@@ -153,9 +153,9 @@ def _clear(address: int, nbytes: int) -> None:
 
 
 def _populate(file: int, begin: int, address: int, nbytes: int) -> None:
-    """Map pages of a ``file`` in memory, which is mapped from ``begin`` on, with what they hold; make missing ones.
+    """Map the ``nbytes`` at ``address``, of a ``file`` in memory mapped from ``begin`` on, and make missing pages.
 
-    Now, and not by a SIGBUS in an update. Raises an OSError where there is no room.
+    Raises an OSError here if there is no room, before an update gets a SIGBUS.
     """
     if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
         if (code := ctypes.get_errno()) != errno.EINVAL:
@@ -208,7 +208,7 @@ def _unregister(locked: Mapping[int, int], device: torch.device) -> None:
     addresses = [address for address, error in locked.items() if not error]
     if not addresses:
         return
-    # Copies to and from this memory may still be on their way.
+    # Copies to and from this memory may still be running.
     torch.cuda.synchronize(device)
     errors = {int(torch.cuda.cudart().cudaHostUnregister(address)) for address in addresses} - {0}
     if errors:

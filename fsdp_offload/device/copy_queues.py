@@ -1,10 +1,10 @@
 """Copy queues of the CUDA driver: enough of them that the model's small copies do not wait behind ours.
 
 The driver sends the copies of all streams through a few queues, first come, first served in each. With its default of
-eight, streams share one as soon as loads of state and of parameters are under way together: measured on an H200, a
-small pinned copy in the model's own stream (``fully_shard`` makes one in each reduction, and in each gather of several
-ranks) then waits until the *last* load has finished that was issued before it, 56 ms in each backward of 24 sequences.
-With 32 it waits for one piece. Megatron asks for one compute queue, and with it gets one for copies.
+eight, streams share one as soon as loads of state and of parameters are under way together. A small pinned copy in the
+model's own stream (``fully_shard`` makes one in each reduction, and in each gather of several ranks) then waits for the
+*last* load that was issued before it: 56 ms in each backward of 24 sequences, measured on an H200. With 32 queues it
+waits for one piece. Megatron asks the driver for one compute queue, and so gets only one copy queue.
 
 Source: the environment variables in the appendix of the CUDA programming guide; compute capability 8.0 and above.
 """
@@ -31,8 +31,8 @@ TOO_FEW = (
 def ask_for_copy_queues(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Set ``CUDA_DEVICE_MAX_COPY_CONNECTIONS`` for this process, unless it is set. Never initialises CUDA.
 
-    Returns whether the driver has these queues: it reads the variable once, when it is initialised. Does not import
-    torch. Where torch has been imported, and is a build without CUDA, the variable is not set.
+    Returns ``False`` if it is too late: the driver reads the variable once, when it is initialised. Does not import
+    torch; if a torch build without CUDA has been imported, does not set the variable.
     """
     torch = sys.modules.get("torch")
     if VARIABLE in environment or (torch is not None and torch.version.cuda is None):

@@ -1,7 +1,7 @@
 """Copies by direct calls of the CUDA driver, through the ``cuda.bindings`` of torch's CUDA builds.
 
-A piece of a copy costs the host 4 us so, 26 us through torch (H200, torch 2.11). With 2,600 pieces an iteration,
-that decides how long an iteration of short kernels takes.
+A piece of a copy costs the host 4 us by such a call, 26 us through torch (H200, torch 2.11). With 2,600 pieces in each
+iteration, this cost decides how long an iteration of short kernels takes.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ class CopyCalls:
     """The driver's calls for one device, on handles of streams and events. None of them waits.
 
     Raises:
-        RuntimeError: the driver refuses a call, or a kernel before it has failed.
+        RuntimeError: the driver refuses a call, or an earlier kernel has failed.
     """
 
     def __init__(self, driver: Any, device: torch.device) -> None:
         """Take the module ``cuda.bindings.driver``."""
         self._driver = driver
         number = self._checked(driver.cuDeviceGet(device.index))
-        self._context = self._checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's own: kept as long as it is
+        self._context = self._checked(driver.cuDevicePrimaryCtxRetain(number))  # torch's; never released
 
     @contextmanager
     def current(self) -> Iterator[None]:

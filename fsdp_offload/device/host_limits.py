@@ -12,9 +12,9 @@ is_replaced: ContextVar[bool] = ContextVar("is_replaced", default=False)
 
 @contextmanager
 def memory_is_replaced() -> Iterator[None]:
-    """Take no host memory in the block but for what is written: other memory takes its place before the first step.
+    """Inside the block, make regions that other memory will replace before the first step.
 
-    A region is then neither touched nor page-locked, and nothing is checked.
+    They take host memory only where they are written: they are not touched, page-locked or checked against limits.
     """
     before = is_replaced.set(True)
     try:
@@ -32,7 +32,7 @@ class HostMemory(NamedTuple):
     """Bytes of host memory, as the kernel reports them."""
 
     total_bytes: int  # the smallest limit that applies to this process: of the machine, its cgroup, or a parent of that
-    available_bytes: int  # of it, without swapping; page cache counts as free
+    available_bytes: int  # of ``total_bytes``, without swapping; page cache counts as free
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
@@ -74,8 +74,8 @@ def check_host_memory(
 ) -> None:
     """Raise a MemoryError if ``what`` needs more than is left; ``held_bytes``, taken before, count as well.
 
-    ``limit_bytes`` is the user's own figure, which replaces the kernel's; ``None`` asks the kernel. Then what all ranks
-    of this host need together (``LOCAL_WORLD_SIZE``, as torchrun sets it) counts as well: each alone would pass.
+    ``limit_bytes`` is the user's own figure, which replaces the kernel's; ``None`` asks the kernel. With ``None``, all
+    ranks of this host (``LOCAL_WORLD_SIZE``, as torchrun sets it) must also fit together: each alone might pass.
     """
     if is_replaced.get():
         return

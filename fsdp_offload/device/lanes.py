@@ -1,11 +1,11 @@
-"""Lanes, the streams on which loads, stores and updates run, and marks, the events for which they wait.
+"""Lanes are the streams on which loads, stores and updates run; marks are the events for which lanes wait.
 
 On an accelerator each kind of work has streams of its own, so that loads, stores, updates, the backward and the next
-forward overlap. Copies of one kind have two streams that take turns: a small pinned copy of the model (``fully_shard``
-makes one in each gather and each reduction; reading a loss copies the other way) waits for all copies that the copy
-engine got before it, so it never gets more than one piece at a time. That needs a queue of the driver for each stream:
-``copy_queues.py``. The CPU has marks as well (``cpu_update.py``): a lane that waits for one blocks the host until the
-CPU's update has ended.
+forward overlap. Copies of one kind have two streams that take turns, so that the copy engine never gets more than one
+piece at a time: a small pinned copy of the model waits for all copies that the engine got before. (``fully_shard``
+makes such a copy in each gather and each reduction; reading a loss makes one the other way.) Turns need a queue of the
+driver for each stream: ``copy_queues.py``. Updates on the CPU have marks as well (``cpu_update.py``): a lane that waits
+for one blocks the host until that update has ended.
 
 The serial lanes run the same actions one by one on the current stream and wait for each: on the CPU, and to bisect.
 """
@@ -30,17 +30,17 @@ Copy = tuple[Tensor, Tensor]
 """Target and source, of the same shape and dtype; flat ones may be copied in pieces."""
 
 PIECE_BYTES = 8 << 20
-"""To the device. Smaller pieces cost bandwidth, larger ones hold up small copies of others for longer: on an H100,
-pieces of 16 MiB took longer in each of three policies, the one that the link limits included."""
+"""Size of pieces to the device. Smaller ones cost bandwidth, larger ones hold up small copies of others for longer: on
+an H100, iterations took longer with 16 MiB under each of three policies, even under the one that the link limits."""
 
 STORED_PIECE_BYTES = 32 << 20
-"""To the host, where ``fully_shard`` makes no small copies, and both ways where all that moves does so in ``step()``.
+"""Size of pieces to the host, where ``fully_shard`` makes no small copies; and of all if items move only in ``step()``.
 Each piece costs the host time, and the copy engine 6 us: on an H100, 6 of 170 ms with 8 MiB."""
 
 QUEUED_PIECES = 512
-"""Pieces on their way in a lane above which no copy is issued ahead of its use. The driver's queue of each of the two
-streams takes 1,024; the host waits where it is full, and compute runs out of work. Llama 3B, 16,384 tokens, one H200:
-the backward frees the memory for all state at once, 3,000 pieces, and compute stood still for 135 of 1,127 ms."""
+"""With this many pieces on their way in a lane, no copy is issued ahead of its use. The driver's queue of each of the
+two streams takes 1,024; if it is full, the host waits, and compute runs out of work. Llama 3B, 16,384 tokens, one H200:
+the backward frees room for all state at once (3,000 pieces), and compute stood still for 135 of 1,127 ms."""
 
 
 def refuse_capture(device: torch.device) -> None:
@@ -58,7 +58,7 @@ def pieces_of(copies: Sequence[Copy], piece_bytes: int) -> list[Copy]:
     pieces: list[Copy] = []
     begin = 0
     for target, source in (pair for pair in copies if pair[0].numel()):
-        if target.dim() != 1:  # it is rearranged on its way
+        if target.dim() != 1:  # not flat: rearranged on its way
             pieces.append((target, source))
             continue
         end = begin + target.numel()
@@ -73,7 +73,7 @@ class Mark:
     """A point in a lane that others wait for. An instance of this base class has been passed already."""
 
     def resolved(self) -> "EventMark | None":
-        """Return an event for streams to wait for, or ``None`` if the mark has been passed. The CPU's marks block."""
+        """Return an event for streams to wait for; ``None`` if none is needed. Marks of the CPU block until passed."""
         return None
 
     def synchronize(self) -> None:
@@ -89,7 +89,7 @@ class EventMark(Mark):
 
     Attributes:
         event: torch's event.
-        lane: the lane that made the mark; ``None`` if it does not last.
+        lane: the lane that made the mark; ``None`` if that lane does not last.
         number: position of the mark among those of its lane.
     """
 
@@ -132,7 +132,7 @@ class Lane:
         """Use ``stream``, or the current one at each call. ``lasts``: no other lane is made for this stream."""
         self.name = name
         self._device, self._stream, self._lasts = device, stream, lasts
-        self._marks, self._seen = 0, dict[Lane, int]()  # marks made here; by lane, the last that this one waits for
+        self._marks, self._seen = 0, dict[Lane, int]()  # marks made here; by other lane, number of the last waited for
         self._in_use = threading.RLock()  # threads share the lanes of a device, and a copy may change a lane's stream
 
     @property
@@ -164,7 +164,7 @@ class Lane:
                     lane = known.lane if self._lasts else None
                     if lane is None:
                         self._wait(known)
-                    elif lane is not self and self._seen.get(lane, 0) < known.number:  # else it is behind that already
+                    elif lane is not self and self._seen.get(lane, 0) < known.number:  # else it has waited already
                         self._wait(known)
                         self._seen[lane] = known.number  # last: an interrupted wait counts for nothing
 
@@ -197,7 +197,7 @@ class Lane:
         return False
 
     def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Tell a lane that looks for races that code outside of it reads and writes these tensors here."""
+        """Tell a lane that looks for races that other code, at this point, reads and writes these tensors."""
 
     def mark(self, *, timed: bool = False) -> Mark:
         """Mark the current end of this lane; ``timed`` keeps its time."""
@@ -212,12 +212,12 @@ class Lane:
 class TurnsLane(Lane):
     """A lane on two streams that take turns: each piece of a copy is released only when the one before has finished.
 
-    Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy waits 0.2 ms while they run, instead of until
-    the last of them; pieces of one stream, or gated by a third, do not let it pass.
+    Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy waits 0.2 ms between them, rather than for
+    the last one. It would wait for the last one if the pieces had one stream, or if a third stream gated them.
     """
 
     def __init__(self, device: torch.device, turn_bytes: int, *, name: str, calls: CopyCalls | None = None) -> None:
-        """Take turns after ``turn_bytes`` at most. ``calls``: the driver's, used for flat copies."""
+        """Change streams after at most ``turn_bytes``. ``calls``: the driver's, for flat copies; ``None``: by torch."""
         super().__init__(device, torch.Stream(device), name=name, lasts=True)
         self._turn_bytes, self._calls = turn_bytes, calls
         self._next, self._done = torch.Stream(device), torch.Event(device)
@@ -236,7 +236,7 @@ class TurnsLane(Lane):
         piece_bytes = STORED_PIECE_BYTES if alone else self._turn_bytes
         with self._in_use:
             self._new_bytes += sum([target.nbytes for target, _ in copies])
-            # torch's profiler labels copies of torch, not those of the driver's calls.
+            # A profiler labels copies by torch, but not copies by the driver's calls.
             traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
             flat = not traced and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
             if self._calls is not None and flat:
@@ -438,11 +438,11 @@ class DeviceLink:
         return Lanes(self.device, serial=False)
 
     def room_bytes(self, when: Literal["current", "peak"]) -> int:
-        """Return the bytes that this process may allocate on top of what it takes, less 5 %; 0 on the CPU.
+        """Return the bytes that this process may allocate on top of those taken, less 5 % of its limit; 0 on the CPU.
 
-        It takes what is allocated now, or was at the peak since the last reset. Gaps between blocks count, since only
-        an allocation that fits can use them. The peak is an upper bound: its two parts need not have been largest at
-        the same time.
+        Taken are bytes allocated now, or at the peak since the last reset, and the gaps between allocations, since only
+        an allocation that fits can use a gap. The peak is an upper bound: allocations and gaps need not have been
+        largest at the same time.
         """
         if self.device.type == "cpu":
             return 0

@@ -8,7 +8,7 @@ import torch
 
 
 class Worker:
-    """Runs calls one after the other in a thread of its own, which ends when this is dropped."""
+    """Runs calls one after the other in a thread of its own, which ends when the worker is dropped."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._pool = ThreadPoolExecutor(1, name)
@@ -16,7 +16,7 @@ class Worker:
         self._pool.submit(use, device).result()
 
     def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
-        """Run ``call`` in the thread; at once where the main thread has ended, behind which no call is accepted."""
+        """Run ``call`` in the thread; or at once, if the main thread has ended and executors accept no more calls."""
         try:
             return self._pool.submit(call, *args)
         except RuntimeError:
@@ -29,6 +29,6 @@ class Worker:
 
 
 def use(device: torch.device) -> None:
-    """Make ``device`` the calling thread's."""
+    """Make ``device`` the calling thread's current one."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)

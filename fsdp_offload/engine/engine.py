@@ -66,7 +66,7 @@ def _looking(method: AnyMethod) -> AnyMethod:
 
 
 class Engine:
-    """The engine of one offloaded optimizer. It never refers to the optimizer, so that deleting that frees everything.
+    """The engine of one offloaded optimizer, to which it never refers: deleting the optimizer frees everything.
 
     Attributes:
         cls: the user's optimizer class.
@@ -121,7 +121,7 @@ class Engine:
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
         self._is_taken = True  # the core has the buckets of the plan
-        # Homes and places must not be freed while a copy still uses them. This runs before the attributes are dropped.
+        # Wait for copies that use homes and places: the finalizer runs before the attributes are dropped.
         weakref.finalize(self, link.synchronize).atexit = False
 
     def stream_parameters(self, groups: Sequence[Sequence[ShardedParameter]]) -> None:
@@ -139,7 +139,7 @@ class Engine:
         spare_bytes = self.policy.snapshot_bytes - self.plan.spare_bytes
         look = partial(_look_at_parameter, weakref.ref(self))
         move_home = self.weights.move_home
-        # Also parameters with state: users edit groups by hand, and a parameter added there has no name here.
+        # Also parameters with state: one that the user has added to a param group by hand is not in ``names``.
         trained = ChainMap[Tensor, object](self.plan.shards, self.names)  # type: ignore[arg-type]
         self.plan.of_parameters = move_home(own, look, self.plan.take_region, spare_bytes, trained)
         self._take_plan()
@@ -172,7 +172,7 @@ class Engine:
         sizes = self.plan.bucket_bytes, limit
         pools = core.cache.pools = pools_for(state, [*streamed.values()], buckets, *sizes, joins=joins)
         share_out(pools, limit)
-        # Other optimizers get bound tensors that keep the address from when they were bound.
+        # Not with storages of their own (``place_values``: ``apart``), which keep the address they were bound at.
         core.cache.keeps_bound = self.layouts.capabilities.known and all(
             one.on_locals for one in self.plan.shards.values()
         )
@@ -193,7 +193,7 @@ class Engine:
     def take_all_blocks(self) -> None:
         """Allocate all blocks before there are activations, so that blocks do not lie among activations.
 
-        First free the allocator's memory of state that is at home now, which activations would not fit.
+        First free memory that the allocator caches from state that is at home now: activations would not fit it.
         """
         device_link(self.device).empty_cache()
         self._take_blocks()
@@ -210,8 +210,8 @@ class Engine:
     def step(self, optimizer: Optimizer, states: StateStore, kwargs: Mapping[str, Any]) -> bool:
         """Update every parameter that has a gradient, and count the step as the optimizer would.
 
-        Return whether there was any gradient, once all updates are issued. Parameters are new in the order of the
-        current stream; where updates overlap with the forward, each gather waits for updates of what it reads.
+        Return, once all updates are issued, whether there was any gradient. Later work of the current stream sees new
+        parameters; if updates overlap with the forward, each gather waits for the updates of what it reads.
         """
         with self.core.timed_call():
             updated, is_steady = self._step(optimizer, states, kwargs)
@@ -288,7 +288,7 @@ class Engine:
         return bool(wanted), repeats and not new and core.cache.lasting_bytes == made
 
     def _see_who_holds(self) -> None:
-        """Note which homes are held before the first update on the CPU, which holds tensors over homes itself."""
+        """Before the first update on the CPU, which itself holds tensors over homes, note which homes others hold."""
         if self.host is None or self.core.updates is not None:
             return
         for bucket in self.core.buckets:
@@ -333,8 +333,8 @@ class Engine:
             core.curve.is_new = False
             link.empty_cache()  # free gaps between activations, which blocks would not fit; waits for the device
         more = 0
-        if room is not None and not core.curve.is_awaited:  # blocks in the curve's room cost less: wait for it
-            # Users read the statistics: do not reset them. The peak since their last reset bounds that of an iteration.
+        if room is not None and not core.curve.is_awaited:  # wait for the curve: blocks in its room cost less
+            # Users read the statistics: do not reset them. The peak since the last reset bounds that of an iteration.
             more = room.end(reading, steady=steady, free_bytes=partial(link.room_bytes, "peak"))
         if room is not None and more:
             for pool, count in zip(core.cache.pools, room.counts(core.cache.pools), strict=True):
@@ -367,7 +367,7 @@ class Engine:
         try:
             before = set(core.done)
             with torch.no_grad():
-                # A group may be reduced without some of its parameters, which then get no other gradient.
+                # A parameter without a part in this reduction gets no other gradient: make its zeros now.
                 if core.frees_gradients and self._make_zeroed_gradients(filter(self.names.__contains__, params)):
                     core.lanes.compute.wait(core.lanes.event(event))
                     event = None  # mark the end of compute instead, which writes the zeros
@@ -397,7 +397,7 @@ class Engine:
     def expect_gradients(self, optimizer: Optimizer, states: StateStore) -> None:
         """Decide before the first reduction of a step whether gradients may wait for ``step()``: only if all fit.
 
-        If they do not, follow edits of param groups now rather than in ``step()``: they may divide state anew.
+        If not, follow edits of param groups now rather than in ``step()``: an edit may divide state anew.
         """
         core = self.core
         if not core.frees_gradients or self.failure or core.done:
@@ -445,7 +445,7 @@ class Engine:
         ]
 
     def adopt_exchanged(self, states: StateStore, optimizer: Optimizer | None = None) -> None:
-        """Copy tensors that the user has put in place of homes into the homes; all at once, as they may be homes.
+        """Copy tensors that the user has put in place of homes into these; all at once, since one may be another home.
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
@@ -624,7 +624,7 @@ class Engine:
             self.names.pop(param, None)
         self.clear()
         for param in old.keys() - as_made:
-            states.get(param).clear()  # has the layout learnt under the new hyperparameters
+            states.get(param).clear()  # so that ``Plan.add`` learns the layout under the new hyperparameters
         try:
             self.add(optimizer, old, states)
         finally:
@@ -637,8 +637,8 @@ class Engine:
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
         """Make ``loaded`` the whole state; ``states`` is empty, and the param groups have been loaded.
 
-        Discard a step that the backward has begun. Tensors of ``loaded`` have the form of a state dict. They are
-        converted to the form that the optimizer keeps one parameter at a time, to take no more device memory than that.
+        Discard a step that the backward has begun. Tensors of ``loaded`` have the form of a state dict. Convert them to
+        the form that the optimizer keeps, one parameter at a time, which limits the device memory that this takes.
         """
         self.speculation.roll_back()
         ended = {param for bucket in self.core.done for param in bucket.params}
@@ -670,8 +670,8 @@ class Engine:
     def reserved_state(self, optimizer: Optimizer, states: StateStore) -> dict[Tensor, UserState]:
         """Return targets of a load for parameters without state: their homes, and counters at zero.
 
-        They are not in ``states``, and the contents of the homes mean nothing. A parameter that was frozen when the
-        optimizer was offloaded, and is trained now, gets a home.
+        The targets are not in ``states``, and the contents of the homes mean nothing. First give a home to parameters
+        that were frozen when the optimizer was offloaded, and are trained now.
         """
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in self.groups.unplanned if is_trained(param)], states)
@@ -708,7 +708,7 @@ class Engine:
                     state[name] = shard.on_device(name, self.device)
         self._make_zeroed_gradients(self.plan.shards)
         for param in filter(is_freed, self.plan.shards):
-            param.grad = None  # fully_shard would add to the stand-in
+            param.grad = None  # fully_shard would add to the spent gradient
         if self.host is not None:
             self.host.counters_as_made(self.plan.host_shards(), states)
         self.weights.return_to_device(self.device)
@@ -735,7 +735,7 @@ class Engine:
         """Hold the lock in the block; a thread that does not train first waits for the end of the step under way.
 
         Raises:
-            RuntimeError: the step does not end; or the thread writes a checkpoint, for which this might wait.
+            RuntimeError: the step does not end; or this thread writes a checkpoint, and might wait for its own end.
         """
         if self.core.is_foreign and self.lending.is_read_here():
             raise RuntimeError(
@@ -771,7 +771,7 @@ class Engine:
 
     @_looking
     def wait_updated(self) -> None:
-        """Make the current stream wait for all updates, so that it reads new parameters and counters."""
+        """Roll back a speculative step; make the current stream wait for all updates of parameters and counters."""
         self.speculation.roll_back()
         self.core.wait_updated(lets_go=not self.core.is_foreign)
 
@@ -831,7 +831,7 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
     assert engine is not None, "it is offloaded"
     if not isinstance(optimizer.state, OffloadedState):
         optimizer.state = OffloadedState(engine, optimizer.state)
-    if engine.lending.entries() is not optimizer.state:  # the user has put it back
+    if engine.lending.entries() is not optimizer.state:  # the user has put an earlier mapping back
         engine.lending.entries = weakref.ref(optimizer.state)
     return optimizer.state
 
@@ -839,7 +839,7 @@ def states_of(optimizer: Optimizer) -> OffloadedState:
 def find_offloaded(optimizer: object) -> Optimizer | None:
     """Return the offloaded optimizer that ``optimizer`` is or wraps; ``None`` if there is none."""
     target, seen = optimizer, set[int]()
-    while target is not None and id(target) not in seen:  # two may hold each other
+    while target is not None and id(target) not in seen:  # two wrappers may hold each other
         if engine_of(target) is not None:
             return target if isinstance(target, Optimizer) else None
         seen.add(id(target))

@@ -21,7 +21,7 @@ class ParamGroups:
     Attributes:
         ids: ids of the parameters of each group; empty: follow the groups again.
         keys: for each group, the hyperparameters that decide which state there is.
-        unplanned: parameters of the groups without homes: they never had a gradient.
+        unplanned: parameters without a home, since they never had a gradient.
     """
 
     def __init__(self, layouts: Layouts, plan: Plan) -> None:
@@ -99,7 +99,7 @@ class ParamGroups:
     def check_entries(self, optimizer: Optimizer, entries: Iterable[tuple[StateShard, UserState]]) -> None:
         """Refuse state that lacks a part, or has a counter of another form: the class would fail between updates."""
         for shard, state in entries:
-            # A home may have no entry in the state: a load may not have restored it.
+            # A home may have no entry in ``state``, for example after a load without it.
             is_short = len(state) < len(shard.layout.values) + len(shard.layout.scalars)
             if state and shard.group >= 0 and (is_short or id(None) in map(id, state.values())):
                 needed = self._learnt(optimizer, shard)

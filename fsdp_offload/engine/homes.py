@@ -39,12 +39,12 @@ TakeRegion = Callable[[int, Sequence[int]], Region]
 
 
 class Arena(Generic[AnyHoused]):
-    """Host memory of homes, laid end to end, and of spare homes of the first shards, or of all.
+    """Host memory: homes of all shards, laid end to end, and spare homes of the first shards or of all.
 
     Attributes:
         shards: shards whose homes lie here.
         moves: the bytes move to the device and back; otherwise the CPU updates them in their homes.
-        regions: memory of all homes, of the spare homes of the first shards, and of those of the other shards.
+        regions: memory of all homes; of spare homes of the first shards; once taken, of spare homes of the others.
         begins: for each region, the offset in ``ArenaLayout`` of its first byte.
         breaks: offsets in bytes that no copy crosses.
     """
@@ -73,7 +73,7 @@ class Arena(Generic[AnyHoused]):
                 shard.all_homes[-1].own(shard.all_homes[-1].leaves)
 
     def region_of(self, number: int, which: int) -> int:
-        """Return the index in ``regions`` of home ``which`` of a shard: ``Housed.all_homes[which]``."""
+        """Return the index in ``regions`` of the memory of ``all_homes[which]`` of shard ``number``."""
         return which if number < self._with_spare else 2 * which
 
     def _first_without_spare(self) -> int:
@@ -88,7 +88,7 @@ class Arena(Generic[AnyHoused]):
 
     @normal_tensors()
     def move_to(self, region: Region, entry_of: EntryOf, *, copies: bool) -> None:
-        """Move all homes to ``region``, without spare ones; without ``copies``, it holds them already.
+        """Move all homes to ``region``, and give up spare ones. Without ``copies``, ``region`` has the values already.
 
         Call only while nothing is in flight, and no one reads the homes.
         """
@@ -157,7 +157,7 @@ class ArenaHome(Home, Generic[AnyHoused]):
         if self._lending.readers:
             moving, stepping = self._lending.moving, self._lending.step is not None
             for one in self.changing():
-                # In a step, one with a spare home that does not turn has no gradient: a store writes what is there.
+                # Else it keeps its home in this step: no one reads that, or it has no gradient and is stored unchanged.
                 if one in moving or one.spare is None or not stepping:
                     one.all_homes[one.which ^ (one in moving)].wait_unread()
 
@@ -278,7 +278,7 @@ class Plan:
         self.shards.update((shard.param, shard) for shard in shards)
 
     def may_cut(self, shard: StateShard, group: Mapping[str, object]) -> bool:
-        """Return whether, by the tested table, updates of this shard in pieces give the same bits, in this group."""
+        """Return whether the tested table says that updates in pieces give this shard in ``group`` the same bits."""
         local = local_shard(shard.param)
         dtype = shard.param.dtype
         device_type = self._device.type
@@ -297,7 +297,7 @@ class Plan:
     def _take_homes(self, shards: Sequence[StateShard]) -> None:
         cpu_shards = [shard for shard in shards if shard.on_host]
         streamed = [shard for shard in shards if not shard.on_host]
-        # Each bucket costs the CPU's kernel about 0.4 ms of idle time, and only gradients and parameters are copied.
+        # Large buckets: each costs the CPU's kernel about 0.4 ms of idle time, and only gradients and parameters move.
         cpu_buckets, cpu_homes = plan_buckets([_spec(shard) for shard in cpu_shards], 4 * self.bucket_bytes)
         pieces = ([(one.stop - one.start, cpu_shards[one.shard].param) for one in each.ranges] for each in cpu_buckets)
         passing = (sum(aligned(numel * param.element_size()) for numel, param in each) for each in pieces)
@@ -357,10 +357,10 @@ class Plan:
                 arena.take_spare(self.region)
 
     def homes_under(self, leaves: Iterable[Tensor], what: str) -> dict[int, ShardHome]:
-        """Return the homes on which some of ``leaves`` lie, by address.
+        """Return, by address, the homes in whose memory some of ``leaves`` lie.
 
         Raises:
-            RuntimeError: a step has left one of the homes for the spare one; the message begins with ``what``.
+            RuntimeError: a step has left one of the homes for its spare one; the message begins with ``what``.
         """
         addresses = {leaf.data_ptr() for leaf in leaves if leaf.device.type == "cpu" and leaf.numel()}
         found = {
@@ -454,9 +454,8 @@ class Turning(Updates):
 
     Attributes:
         states: entries that updates write: those of ``optimizer.state``, or copies in a speculative step.
-        own: these copies while the step may be rolled back, so that no update may change a home; ``None``: it is
-            certain.
-        moving: shards that turn at the end; parameters turn at once, unless the step is speculative.
+        own: the copies, while the step is speculative and no update may change a home; ``None``: it is certain.
+        moving: shards that go to their spare home at the end; parameters go at once, unless the step is speculative.
     """
 
     def __init__(
@@ -476,7 +475,7 @@ class Turning(Updates):
         return [shard for shard in shards if shard in self.moving]
 
     def _may_move(self, one: Housed) -> bool:
-        # Without a gradient, the shard's other buckets may not be updated in this step, and would stay behind.
+        # A shard without a gradient moves only if it is in one bucket: its other buckets may not be updated.
         return not isinstance(one, StateShard) or len(one.buckets) == 1 or self._lending.gradient(one.param) is not None
 
     def move_parameters(self) -> None:
@@ -505,10 +504,10 @@ _SPOILED = (
 
 
 class Lending:
-    """Records which homes others read during training, as a checkpoint's writer: no update may write these (R4).
+    """Records which homes others read during training, as a checkpoint's writer does: no update may write them (R4).
 
-    A shard with a spare home alternates between the two. If it has none, or that is read as well, the store waits for
-    the reader::
+    A shard with a spare home alternates between the two. Without one, or if the spare home is read as well, the store
+    waits for the reader::
 
         a save lends homes ──▶ updates of the next step: Home.turn() ──▶ Turning.commit(): optimizer.state follows
 
@@ -543,10 +542,10 @@ class Lending:
         reader.when_over(look)
 
     def check_unspoiled(self) -> None:
-        """Raise if the user has written lent homes, as the checkpoint may contain the write. Our updates never do.
+        """Raise if the user has written lent homes, since the checkpoint may contain a part of the write.
 
         Raises:
-            RuntimeError: the user has written one. It is raised once; training may continue.
+            RuntimeError: the user has written one; no update does. It is raised once, and training may continue.
         """
         if self._is_spoiled:
             self._is_spoiled = False
@@ -570,7 +569,7 @@ class Lending:
 
     def lost_writes(self) -> list[str]:
         """Name state whose old home the user has written since a step left it: such a write is lost."""
-        self.left = [one for one in self.left if one[1] is not one[0].home]  # a later step has moved it back
+        self.left = [one for one in self.left if one[1] is not one[0].home]  # else it is the home again
         written = [shard.name for shard, home, versions in self.left if versions_of([home]) != versions]
         self.left = [(shard, home, versions_of([home])) for shard, home, _ in self.left if home.is_held()]
         return written

@@ -32,7 +32,7 @@ class ModelHooks:
         self._model, self._optimizer, self._engine = weakref.ref(model), weakref.ref(optimizer), engine
         self._groups = sharding_groups(model)
         hooks = weakref.ref(self)
-        # The hooks keep only this. A deleted engine waits for work of the device, and not for updates on the CPU.
+        # The hooks keep only this alive. A deleted engine has waited for the device, but not for updates on the CPU.
         last = self._left_behind = LeftBehind(self._model, {} if engine.host is None else engine.host.ended)
         self._undo: list[Callable[[], None]] = []
         for number, group in enumerate(self._groups):
@@ -113,7 +113,7 @@ class ModelHooks:
 
     def _before_state_dict(self, *_: object) -> None:
         with self._engine.between_steps():
-            self._engine.check_usable("model.state_dict()")  # not new parameters among old ones
+            self._engine.check_usable("model.state_dict()")  # refuses a mix of new and old parameters
             self._engine.wait_updated()  # reading a parameter on the host waits for its home by itself
 
     def _after_state_dict(self, module: nn.Module, found: Mapping[str, object], prefix: str, _: object) -> None:

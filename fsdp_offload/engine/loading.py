@@ -119,7 +119,7 @@ def _checked(
     missing = [n for n in needed if n not in saved and n not in rebuilt]
     extra = [n for n in saved if n not in expected and n not in current]
     if extra and expected and not missing and MASTER not in extra:
-        # Users may add entries to a parameter's state; then all of the optimizer's own are there as well.
+        # Users may add entries to a parameter's state; none of the optimizer's own entries is missing.
         logger.warning(
             "load_state_dict: the state of %s has %s, which the optimizer does not use; kept as is", name, extra
         )
@@ -147,7 +147,7 @@ def _checked(
 
 
 def _check_value(engine: Engine, place: str, param: Tensor, value: ValueLayout, saved: object) -> None:
-    home = param  # expect the parameter's sharding, or that of state made by an optimizer that sees DTensors
+    home = param  # its sharding is expected, or that of the state, if the optimizer sees DTensors
     if is_dtensor(param) and not engine.layouts.capabilities.elementwise:
         meta = [torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta") for leaf in value.leaves]
         home = value.build(meta)

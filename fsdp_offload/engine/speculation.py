@@ -41,7 +41,7 @@ REMEMBERED, STOPS_ABOVE, GOES_ON_BELOW = 20, 1 / 5, 1 / 10
 """Stop speculating above 20 % rolled-back steps, resume at 10 %, over the last 20 steps."""
 
 _CLEAN_STEPS = 2
-"""Steps without a change of gradients before ``step()`` after which updates move into the backward."""
+"""Updates move into the backward after this many steps in which gradients did not change before ``step()``."""
 
 Version = tuple[int, int]
 Scale = Callable[[Sequence[Tensor]], None]
@@ -51,7 +51,7 @@ AnyMethod = TypeVar("AnyMethod", bound=Callable[..., Any])
 
 
 def _from_any_thread(method: AnyMethod) -> AnyMethod:
-    """Run ``method`` under the lock, and on the training stream, so that its later kernels see undone updates."""
+    """Run ``method`` under the lock and on the training stream, so that this stream waits for a roll-back."""
 
     @functools.wraps(method)
     def call(self: "Speculation", *args: Any) -> Any:
@@ -194,7 +194,7 @@ class Speculation:
 
     def _may_use(self, param: Tensor) -> bool:
         if (grad := param.grad) is None:
-            # Otherwise ranges in other buckets would stay behind when this bucket's move to the spare home.
+            # Without a gradient, the shard's other buckets may not be updated, and would not follow to the spare home.
             return len(self._contents.plan.shards[param].buckets) == 1
         return grad not in self._shared and is_watched(grad, self) and param not in self.ahead.without_state
 
@@ -252,7 +252,7 @@ class Speculation:
             scale(grads)
 
     def step_ended(self, scaler_decides: bool) -> None:
-        """Learn from a step that has been issued. A GradScaler that decides about the step changes gradients."""
+        """Learn from a step that has been issued. If a GradScaler decides about it, gradients count as changed."""
         ahead = self._end()
         for param in ahead.freed:
             note_freed(param)
@@ -265,7 +265,7 @@ class Speculation:
         self._decide_on_next(ahead)
 
     def _end(self) -> Ahead:
-        """Exchange ``ahead`` for a new record; return the old one. Do it first, so that no interrupt leaves a part."""
+        """Exchange ``ahead`` for a new record; return the old one. Call it first: an interrupt then leaves no part."""
         ahead, self.ahead = self.ahead, Ahead(WayBack(self._core))
         return ahead
 
@@ -289,7 +289,7 @@ class Speculation:
                 logger.warning("%s", self.sentence)
 
     def skip(self) -> None:
-        """Roll back before gradients are cleared, and end the step of a backward."""
+        """Roll back before gradients are cleared; end ``ahead`` if updates were rolled back, or gradients clipped."""
         self.roll_back()
         if self.ahead.is_off or self.ahead.all_one is not None:
             self.unwatch()
@@ -316,7 +316,7 @@ class Speculation:
 
     @_from_any_thread
     def put_off(self, is_one: Tensor, scale: Scale) -> set[int]:
-        """Note whether a factor is 1; return ids of gradients that updates have used, which only roll-back scales."""
+        """Note whether the factor is 1; return ids of gradients that updates used, which only a roll-back scales."""
         ahead = self.ahead
         ahead.all_one = is_one if ahead.all_one is None else ahead.all_one & is_one
         self._flags[0].put(ahead.all_one)
@@ -477,7 +477,7 @@ class OldParameters:
     """Host memory for the parameters from before a speculative step.
 
     Attributes:
-        begins: by bucket whose updates can be rolled back, the offset of its first byte.
+        begins: by bucket whose updates can be rolled back, the offset in this memory of its parameters.
         is_known: ``begins`` has been determined.
     """
 
@@ -492,7 +492,7 @@ class OldParameters:
         self.is_known = False
         self._pairs: dict[Bucket, tuple[list[int], list[Copy]]] = {}
         for bucket in self._plan.buckets:
-            bucket.old = ()  # frees the memory
+            bucket.old = ()  # else these views would keep the memory
 
     def take(self) -> str:
         """Take the memory; return an empty string, or the reason why there is not enough."""

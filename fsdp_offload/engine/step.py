@@ -31,7 +31,7 @@ MOST_BOUND = 32
 """Most places for which a bucket keeps bound tensors. Moving tensors costs the host a tenth of making them."""
 
 UPDATED_BYTES = 4 * LARGEST_BYTES
-"""Most bytes of state in one update, more than a block of 100 M parameters has: each call costs the host time."""
+"""Most bytes of state in one update, more than a layer of 100 M parameters has: each call costs the host time."""
 
 
 class Heard(Protocol):
@@ -57,7 +57,7 @@ class Listener(Protocol):
         """Begin a step; return the object that hears of its updates, if one does."""
 
     def before_reduction(self) -> None:
-        """Handle that a group's gradients are about to be reduced, which no rank does before all have come here."""
+        """Handle that a group's gradients are about to be reduced: no rank reduces them before all have come here."""
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class Step(Turning):
             self.joined_bytes = UPDATED_BYTES if is_fused and not self.heard else LARGEST_BYTES
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
-        """Skip the gradients of ``params``: a step that a load has ended used them."""
+        """Skip the gradients of ``params``: a step that a load has discarded used them."""
         for shard in (self._contents.plan.shards[param] for param in params if param in self._contents.plan.shards):
             for number in shard.buckets:
                 self.used.setdefault(number, set()).add(shard)
@@ -193,7 +193,7 @@ class Step(Turning):
         """Bind the tensors of an update now: the user may exchange them before it runs."""
         found = [each for bucket in buckets for each in self._to_update(bucket)]
         ranges = [one for one, _ in found]
-        read = list(self.divided.copies)  # if they were freed now, compute might write there before the update reads
+        read = list(self.divided.copies)  # else compute might get their memory, and write it, before the update reads
         read += [grad for _, grad in found if grad is not None]
         seen = [each for one, grad in found if not one.is_alias for each in (one.param, grad) if each is not None]
         shared, states, heard = self.divided, self.states, self.heard
@@ -203,7 +203,7 @@ class Step(Turning):
                 states.copy([one.shard.param for one in ranges])
             try:
                 for one, grad in found:
-                    one.gradient = one.part_of(grad)  # R3: in this lane, since it copies non-contiguous gradients
+                    one.gradient = one.part_of(grad)  # R3: ``part_of`` may copy, so it runs in this lane
                 before = _versions(ranges)
                 with torch.no_grad(), bare(seen) if seen else nullcontext():
                     if not heard:

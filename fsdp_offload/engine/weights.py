@@ -25,7 +25,7 @@ from .homes import Arena, ArenaHome, Lending, TakeRegion
 class Part(Housed):
     """A parameter with a home on the host: the number of its group, and its offset (bytes) in the group's place.
 
-    It does not refer to the item of its group, which refers to it.
+    It does not refer to its group's item, whose home refers to it.
     """
 
     number: int
@@ -102,7 +102,7 @@ class Weights:
     """The parameters of one optimizer whose home is on the host; none before :meth:`move_home`.
 
     Attributes:
-        groups: by group number, the group's parameters among them.
+        groups: by group number, the group's parameters that have a home here.
         items: by group number, the item of ``groups[number]``.
         parts: by parameter, its group and offset.
         fixed: by group number, homes of parameters that stay on the device.
@@ -204,8 +204,8 @@ class Weights:
     def _is_ours(self, one: ShardedParameter) -> bool:
         """Return whether a parameter is still ours: another optimizer may have taken over one that was frozen.
 
-        Empty shards are: ``fully_shard`` exchanges their tensor at the first forward, and gathers need the padding. So
-        are parameters in their place, where a step of an optimizer that moves as a whole puts them.
+        An empty shard always is: ``fully_shard`` exchanges its tensor at the first forward, and gathers need the
+        padding. A parameter whose local tensor is its place on the device is ours, too.
         """
         local, part = local_shard(one.param), self.parts[one.param]
         if local is part.home.weights or not local.numel():

@@ -78,7 +78,7 @@ class WholeEngine(Engine):
         super().add(optimizer, params, states)
 
     def take_over(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Move home state values that are not: into homes that fit them, or else after planning anew."""
+        """Copy state values that are not homes into homes: into those that fit, or else into newly planned ones."""
         shards = self.plan.shards
         known = params_of(optimizer)
         self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
@@ -100,7 +100,7 @@ class WholeEngine(Engine):
         exchanged = [shard for shard in self.plan.shards.values() if is_exchanged(shard, states.get(shard.param))]
         if not exchanged:
             return
-        self.settle()  # what is written there may still be being stored
+        self.settle()  # R2: a store may still be writing these homes
         self.lending.wait()
         stay = staying(optimizer, states, self.plan.shards)
         fitting: list[tuple[StateShard, UserState]] = []
@@ -117,7 +117,7 @@ class WholeEngine(Engine):
 
         Counters that the optimizer already had go to the device on which it kept them.
         """
-        examples = {  # of each counter, the device by its path
+        examples = {  # by parameter, the device of each counter by its path
             param: {path: one.device for path, one in leaves if isinstance(one, Tensor)}
             for param, shard in self.plan.shards.items()
             for leaves in [tree_leaves_with_path(dict(shard.layout.scalars))]
@@ -136,7 +136,7 @@ class WholeEngine(Engine):
                 homes = {} if shard is None else shard.homes
                 others = {name: value for name, value in state.items() if value is not homes.get(name)}
                 state.update(copies.of(others, self.device, stays, examples.get(param, {})))
-                if shard is not None:  # the next load puts counters where they are now
+                if shard is not None:  # examples for the next load, which puts counters where they are now
                     counters = shard.layout.scalars
                     counters |= {name: state[name] for name in counters.keys() & state.keys()}
         self.failure = ""
@@ -312,7 +312,7 @@ def _dense(tensor: Tensor) -> list[Tensor]:
 
 
 class _Copies:
-    """Copies loaded values, so that one tensor stays one, and shared memory stays shared.
+    """Copies loaded values: a tensor that occurs twice becomes one copy, and shared memory stays shared.
 
     Tensors that the optimizer keeps outside of its state are not copied: it continues with them. Views that go to
     another device no longer share memory, as in a plain load.

@@ -1,11 +1,11 @@
 """Private names of torch that the package uses: DTensor, ``fully_shard``, hooks of optimizers, checkpoints.
 
-Seen in torch 2.11, 2.13 and 2.14.1; of what comes next, gradients between micro-batches (``is_unreduced``). Required:
+Seen in torch 2.11, 2.13 and 2.14.1; of newer versions, only their unreduced gradients (``is_unreduced``). Required:
 
 - ``DTensor._local_tensor``, as a slot of the class: ``to_local()`` would wrap it for autograd;
 - ``DTensor._spec`` and ``TensorMeta``: ``from_local`` would move host memory to the mesh's device;
 - ``FSDPModule._get_fsdp_state``, ``_fsdp_param_group(s)``, ``_state_ctx``;
-- for sleep, and to leave nothing of a backward that is refused: ``_sharded_param_data``, ``_unsharded_param``,
+- for sleep, and to clean up after a refused backward: ``_sharded_param_data``, ``_unsharded_param``,
   ``unsharded_accumulated_grad``, ``_partial_reduce_output``;
 - for a checkpointed block that is computed again after its update: ``_current_graph_task_id``;
 - for steps: ``_foreach_supported_types``, by which torch chooses an implementation; ``_global_optimizer_pre_hooks``,
@@ -14,9 +14,9 @@ Seen in torch 2.11, 2.13 and 2.14.1; of what comes next, gradients between micro
 
 Without ``FSDPParamGroup``'s ``_HOOKED`` and ``_READ`` (``fully_shard.py``), overlap="forward" and "iteration" are
 refused, and with "step" loads begin in step(). ``OffloadPolicy(parameters=True)`` requires ``FSDPParam``'s ``_READ``
-(``homed.py``), ``_storage_Use_Count``, ``DisableTorchFunctionSubclass``, and ``Module._apply`` through
-``_parameters.items()``, or ``model.to(device)`` fails in the middle even where it changes nothing; where gathers read
-local tensors in another way than by ``FSDPParam._sharded_local_tensor``, each waits for its parameters' home. Without
+(``homed.py``), ``_storage_Use_Count`` and ``DisableTorchFunctionSubclass``. It relies on ``Module._apply`` to iterate
+over ``_parameters.items()``: otherwise ``model.to(device)`` fails half way, even if it changes nothing. If gathers do
+not read local tensors by ``FSDPParam._sharded_local_tensor``, each gather waits for its parameters' home. Without
 ``DTensor._spec.shard_order`` and ``DeviceMesh._shard_order`` (Megatron-FSDP 0.16.1 sets the latter, and leaves the
 spec's as it was), mesh dimensions are taken from left to right.
 """

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# Operations on a wrapper reach __torch_dispatch__ as they are; torch would otherwise turn results into the wrapper.
+# As __torch_function__ of a wrapper: operations reach __torch_dispatch__, and torch does not wrap their results.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 # Methods of a local tensor that tells DCP which chunks of the global tensor it has.
@@ -79,7 +79,7 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def call_counted(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``func``; count a version for writes through ``.data`` and ``_foreach_`` on DTensors, as torch does not."""
+    """Call ``func``; count versions of writes through ``.data``, and by ``_foreach_`` to DTensors: torch does not."""
     name = getattr(func, "__name__", "")
     if func == Tensor.data.__get__:  # type: ignore[attr-defined]
         with torch.inference_mode(mode=False):  # in which DTensors cannot be detached
@@ -152,7 +152,7 @@ def _plain(tensor: Any) -> Any:
     return DTensor(LOCAL.__get__(tensor), tensor._spec, requires_grad=False)
 
 
-# Full state dicts move first, deepcopy wants this class; results of all other operations are plain DTensors.
+# Full state dicts call ``to`` first, and deepcopy needs a result of this class; other results are plain DTensors.
 for _name in ("to", "detach", "clone"):
     setattr(_GatheredByBits, _name, functools.partialmethod(_GatheredByBits._as_dtensor_does, _name))
 
@@ -208,7 +208,7 @@ def largest_local_numel(tensor: Tensor) -> int:
 
 
 def split_factor(placement: object) -> int:
-    """Return the number of blocks of which a rank has a part each, 1 for a plain ``Shard``; else a TypeError."""
+    """Return the number of blocks of which each rank has a part, 1 for plain ``Shard``; raise TypeError for others."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     if isinstance(placement, Shard):

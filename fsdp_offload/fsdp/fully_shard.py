@@ -25,7 +25,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
         # The root keeps its parameters gathered after a forward without backward; the optimizer has the shards.
         module.reshard()
     for group in _param_groups(model):
-        # As the first forward will do: take up parameters that transformers has put there since fully_shard.
+        # Adopt parameters that transformers has put into modules since fully_shard, as the first forward would do.
         if not getattr(group, "_reset_sharded_params", True) and group.is_sharded:
             for one in group.fsdp_params:
                 if getattr(one._module_info.module, one._module_info.param_name) is not one.sharded_param:
@@ -34,7 +34,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def parameters_of(model: nn.Module) -> dict[Tensor, str]:
-    """Map as :func:`parameter_names`; for gathered parameters, their shards, without resharding, in any thread."""
+    """Map as :func:`parameter_names`, from any thread: list the shards of gathered parameters, and reshard nothing."""
     named = list(model.named_parameters())  # first: another thread may gather them
     records = [one for group in _param_groups(model) for one in group.fsdp_params]
     of_forward = ("_unsharded_param", "_sharded_post_forward_param")
@@ -48,7 +48,7 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def dtypes_in_use(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Return, by parameter, the dtype in which forwards have it, where that of ``MixedPrecisionPolicy`` is another."""
+    """Map floating-point parameters to the dtype that they have in forwards, if ``MixedPrecisionPolicy`` sets one."""
     return {
         one.sharded_param: dtype
         for group in _param_groups(model)
@@ -111,7 +111,7 @@ def _gradient_holders_of(group: Any) -> Iterator[tuple[object, str]]:
 
 
 def abandon_backward(model: nn.Module | None) -> None:
-    """Reset FSDP if a backward runs: an exception is about to end it, and torch must not add its rest to the next."""
+    """Reset FSDP if an exception is about to end a backward, so that nothing of it is left for the next one."""
     if model is None or not runs_in_backward():
         return
     drop_gathered_gradients(model)
@@ -137,12 +137,12 @@ def abandon_backward(model: nn.Module | None) -> None:
 
 
 def runs_in_backward() -> bool:
-    """Return whether autograd runs in this thread; a forward in there recomputes a checkpointed block."""
+    """Return whether autograd runs in this thread; a forward inside it recomputes a checkpointed block."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def wait_for_updates(model: nn.Module) -> None:
-    """Make the current stream wait for running updates, whose gradients are no longer referenced."""
+    """Make the current stream wait for running updates; drop references to their gradients."""
     for group in _param_groups(model):
         _reach(group, "before_gather", None)
 
@@ -161,7 +161,7 @@ class Points(NamedTuple):
 class ShardingGroup:
     """Parameters that ``fully_shard`` gathers and reduces together, and the points at which it does so.
 
-    Attributes of FSDP's own group shadow its methods, which every path calls through the instance.
+    Hooks are attributes of FSDP's own group that shadow its methods: every path calls these through the instance.
     """
 
     def __init__(self, group: Any) -> None:
@@ -185,7 +185,7 @@ class ShardingGroup:
         return [ShardedParameter(param) for param in self._group.fsdp_params]
 
     def hook(self, points: Points) -> Callable[[], None]:
-        """Call ``points`` from now on; return a function that ends it."""
+        """Call ``points`` from now on; return a function that ends this."""
         hooked: list[Points] = vars(self._group).setdefault(_POINTS, [])
         if not hooked:
             self._shadow()

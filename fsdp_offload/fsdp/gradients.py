@@ -108,12 +108,12 @@ _WATCH = _Watch("", "", lets_gradients=True, attributes=_OFTEN)  # the class kee
 
 def watch(tensors: Iterable[Tensor], watcher: Watcher) -> list[Tensor]:
     """Notify ``watcher`` (held weakly) of uses of ``tensors``; return those that it did not watch before."""
-    if _FOREACH and _FOREACH[0] not in _foreach_utils._foreach_supported_types:  # since the last optimizer was removed
+    if _FOREACH and _FOREACH[0] not in _foreach_utils._foreach_supported_types:  # gone with the last optimizer
         let_foreach(True)
     reference = weakref.ref(watcher)  # the same object each time, while there is only one
     new = [one for one in tensors if vars(one).get(_WATCHER) is not reference]
     _WATCH.put_on(new)
-    for tensor in filter(_WATCH.guards, new):  # not classes with slots or in C, whose writes count versions
+    for tensor in filter(_WATCH.guards, new):  # others, of classes with slots or in C, count versions of writes
         vars(tensor)[_WATCHER] = reference
     return new
 
@@ -196,7 +196,7 @@ class _Stage(enum.Enum):
 
 
 class SpentGradient(Tensor):
-    """A tensor with a gradient's shape, dtype and device, without memory. Allows metadata; once freed, zero_()."""
+    """A tensor with a gradient's shape, dtype and device, without memory. Allows metadata and, once freed, zero_()."""
 
     stage = _Stage.USED
 
@@ -251,7 +251,7 @@ def note_freed(param: Tensor) -> None:
 
 
 def zero_spent(param: Tensor) -> None:
-    """Mark a spent gradient as zeroed; the user may clear or replace it later without further notice."""
+    """Mark a spent gradient as zeroed. The user may then clear or replace it."""
     if isinstance(param.grad, SpentGradient):
         param.grad.stage = _Stage.ZEROED
 

@@ -46,7 +46,7 @@ class Guard:
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     def put_on(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """Guard ``tensors`` from now on; return a function that ends it, in any order with other guards."""
+        """Guard ``tensors`` from now on; return a function that takes the guard off, in any order with other guards."""
         guarded: list[Tensor] = []
         for tensor in tensors:
             if not self.guards(tensor):
@@ -67,7 +67,7 @@ class Guard:
         return self in _guards_of(type(tensor))  # type: ignore[arg-type]  # to mypy, classes have no hash
 
     def _class_for(self, cls: type[Tensor]) -> type[Tensor]:
-        # One class each: a new one for each use would grow torch's tables of subclasses.
+        # Derive once from each class: a new class for each use would grow torch's tables of subclasses.
         if cls not in self._classes:
             self._classes[cls] = made = self.derive(cls)
             _GUARDS[made] = self

@@ -1,8 +1,8 @@
 """Parameters whose shard is in host memory while their mesh is one of accelerators.
 
 Functions of such a parameter work on host memory. Autograd puts its gradient on the device, so the parameter reports
-the device as its own, and torch refuses to make a view of it, which would be on the host. Functions therefore get a
-stand-in, a DTensor over the same host memory, as a model under ``CPUOffloadPolicy`` has it.
+the device as its own; but its views would be on the host, and torch refuses to make them. Functions therefore get a
+stand-in: a DTensor over the same host memory, as a model under ``CPUOffloadPolicy`` has.
 
 ``fully_shard`` gathers ``FSDPParam._sharded_param_data``, the shard as a flat tensor, padded to the size of the largest
 one (:class:`ShardedParameter`). Others read ``param._local_tensor``: an alias of the home, once that is up to date.
@@ -123,7 +123,7 @@ def uses_of(param: Tensor) -> int:
 
 
 def _stand_in_for(param: Tensor, func: Any) -> Tensor:
-    with vars(param)[_LOOK](param):  # until there is a tensor that counts as a holder of the home
+    with vars(param)[_LOOK](param):  # until ``other`` exists, which counts as a holder of the home
         vars(param)[_USES] = vars(param).get(_USES, 0) + 1
         other = alias_of(vars(param)[STAND_IN])
     if torch.is_grad_enabled() and param.requires_grad and func not in (Tensor.detach, Tensor.detach_):
@@ -153,7 +153,7 @@ class ShardedParameter:
                 "live on the host; leave out OffloadPolicy(parameters=True)"
             )
         self._fsdp_param = fsdp_param
-        self.look: Look = nullcontext  # before host memory is used: it may be written
+        self.look: Look = nullcontext  # entered for each use of the shard on the host
         self.device: torch.device = fsdp_param.device  # on which it is gathered
         self.padded_numel: int = fsdp_param.padded_sharded_param_size.numel()  # that a gather reads on this rank
 
@@ -226,9 +226,9 @@ class ShardedParameter:
 
 
 class _ReadsTheSlot:
-    """Mixin for ``FSDPParam``: each gather looks for methods of the local tensor, and must not wait for its home.
+    """Mixin for ``FSDPParam``: a gather that only looks for methods of the local tensor does not wait for the home.
 
-    It is right for every parameter, and stays when one moves back to the device.
+    It is right for every parameter, so it stays when a parameter moves back to the device.
     """
 
     sharded_param: Tensor
@@ -259,7 +259,7 @@ _KEPT_FOR = "_fsdp_offload_kept_for"  # attribute of a parameter: the engine tha
 
 
 def keep_in_place(model: nn.Module, kept: Sequence[Tensor], engine: object) -> Callable[[], None]:
-    """Make conversions of ``model`` and its parts skip ``kept``, which ``engine`` streams; return what ends that."""
+    """Make conversions of ``model`` and its parts skip ``kept``, which ``engine`` streams; return how to end this."""
     reference = weakref.ref(engine)
     for param in kept:
         vars(param)[_KEPT_FOR] = reference
@@ -275,7 +275,7 @@ def keep_in_place(model: nn.Module, kept: Sequence[Tensor], engine: object) -> C
         for param in kept:
             vars(param).pop(_KEPT_FOR, None)
         for module in filter(None, (one() for one in weakly)):
-            if not any(map(_is_kept, module.parameters())):  # for another optimizer
+            if not any(map(_is_kept, module.parameters())):  # none is kept for another optimizer
                 vars(module).pop("_apply", None)
 
     return end

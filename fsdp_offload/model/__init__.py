@@ -1,1 +1,1 @@
-"""Model memory on the host: builds models there, and moves them there while another program uses the device."""
+"""Model memory on the host: builds models there, and moves models there while another program uses the device."""

@@ -2,7 +2,7 @@
 
     module on meta ──▶ memory of its shards on the device ──▶ initialized there ──▶ host ──▶ the next module
 
-A model that is larger than the device gets the same bits as by ``to_empty()`` and ``reset_parameters()`` on it.
+A model may be larger than the device. It gets the bits that ``to_empty()`` and ``reset_parameters()`` would give it.
 """
 
 from collections.abc import Callable

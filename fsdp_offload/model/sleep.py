@@ -5,10 +5,10 @@
     storage ──store──▶ region of pinned host memory ──▶ resized to 0 bytes, so the device's memory is free
             ◀──load─── resized again, on the current stream, which then waits
 
-:func:`offload_model` moves the parameters, buffers and gradients of a model so, and :class:`ParkedParameters` moves
+:func:`offload_model` moves the parameters, buffers and gradients of a model, and :class:`ParkedParameters` moves
 masters that only an optimizer uses. Each *storage* is moved once, however many tensors share it: the flat view that
-``fully_shard`` reads, its DTensor and the local tensor of that, tied parameters, gradients that are views of one
-reduced buffer. These tensors cannot be used while the storage is on the host.
+``fully_shard`` reads, the DTensor and its local tensor; tied parameters; gradients that are views of one reduced
+buffer. These tensors cannot be used while the storage is on the host.
 """
 
 import enum
@@ -53,7 +53,7 @@ class Parking:
     """Host memory for storages that leave a device, kept for the next time they leave."""
 
     def __init__(self, what: str, limit_bytes: int | None, instead: str = IF_THE_KERNEL_KNOWS_LESS) -> None:
-        """``what`` and ``instead`` are user and remedy in a MemoryError; ``limit_bytes`` is that of a policy."""
+        """``what`` and ``instead``: subject and remedy of a MemoryError; ``limit_bytes``: a policy's limit."""
         self.region: Region | None = None
         self.link: DeviceLink  # of the storages' device
         self._places: list[_Place] = []  # storages to park next, or parked now
@@ -131,7 +131,7 @@ _ASLEEP = Guard(
     lets_gradients=False,
 )
 _SLEEP = "_fsdp_offload_sleep"
-"""Attribute of a sleeping model: functions that allow its use. No table has them: they may refer to the model."""
+"""Attribute of a sleeping model: functions that allow its use. Not in a weak table: they may refer to the model."""
 
 _parkings: "weakref.WeakKeyDictionary[nn.Module, Parking]" = weakref.WeakKeyDictionary()
 
@@ -202,7 +202,7 @@ def offload_model(model: nn.Module, *, gradients: Literal["offload", "drop"] = "
     # torch does not notice an empty storage everywhere: most kernels read address 0, which ends the process or breaks a
     # CUDA context, and torch.save writes a file that lacks the bytes.
     take_off = _ASLEEP.put_on(asleep)
-    # Before fully_shard's own hook, which an error would interrupt half way.
+    # Refuse a call ahead of fully_shard's own hook, which an error would interrupt half way.
     modules: Any = dict.fromkeys([model, *fsdp_modules(model)])
     hooks = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in modules]
     model.__dict__[_SLEEP] = [take_off, *(hook.remove for hook in hooks)]
@@ -301,7 +301,7 @@ def _storages_of(model: nn.Module, found: Sequence[tuple[str, Tensor]]) -> list[
             left[name] = f"it is {leaf.layout}"
             continue
         storage = leaf.untyped_storage()
-        # Resizing shared memory would end the sharing. (Of CUDA's, is_shared says that it could be.)
+        # Resizing shared memory would end the sharing. (Of CUDA storages, is_shared() is always true.)
         if not storage.resizable() or (leaf.device.type == "cpu" and storage.is_shared()):
             left[name] = "its memory is not torch's to free"
             fixed.append(storage)
@@ -344,12 +344,12 @@ _AWAY = Guard(
 class ParkedParameters(Parking):
     """fp32 masters that a framework copies into its model. Only the optimizer uses them, so they leave with its state.
 
-    They can be used until :meth:`release`: Megatron copies masters into the buffers of MXFP8 parameters between
-    :meth:`offload` and that. Afterwards gradients may be set; any other use of the tensors raises.
+    They can be used until :meth:`release`: after :meth:`offload`, Megatron still copies masters into the buffers of
+    MXFP8 parameters. After :meth:`release`, gradients may be set; any other use of the tensors raises.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), limit_bytes: int | None = None) -> None:
-        """Each of ``params`` has a storage of its own; ``limit_bytes``: limit of the host memory."""
+        """``params``: masters, each with a storage of its own; ``limit_bytes``: limit of host memory."""
         super().__init__("offload_states(), for fp32 masters,", limit_bytes)
         self.params = list(params)
         self._loaded: Mark | None = None
