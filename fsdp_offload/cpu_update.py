@@ -6,9 +6,9 @@
     down:         └▶ copy gradients and parameters down ─┐
     updates:                                             └▶ update host tensors by the class ─▶ copy parameters up
 
-While one job is updated, the next one is copied down into the other buffer of pinned memory, and the last one up.
-Each step copies parameters down: finding out on the device whether they have been written since takes longer (one
-H100, all state on the CPU: 615 ms an iteration instead of 538).
+While one job is updated, the next one is copied down into the other buffer of pinned memory, and the one before is
+copied up. Every step copies the parameters down: a check on the device whether they were written since the last step
+takes longer (one H100, all state on the CPU: 615 ms an iteration instead of 538).
 """
 
 import threading
@@ -43,7 +43,7 @@ from .state.shard import StateShard
 from .state.store import StateStore
 
 _TIMES = ("host_updated_bytes", "host_update_ms", "host_waited_ms")
-_BUFFERS = 2  # one for the update, one for the copies down, which take a fraction of its time
+_BUFFERS = 2  # one for the update, one for the copies down, which take a fraction of the update's time
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class HostJob:
 
 
 class HostUpdates:
-    """Runs the CPU's updates of one optimizer, in two threads with pinned memory; those of a step end with the step.
+    """Runs one optimizer's updates on the CPU, in two threads with pinned memory. A step's updates end in that step.
 
     Attributes:
         ended: end of the last update in this step, by bucket.
@@ -90,7 +90,7 @@ class HostUpdates:
     ) -> None:
         self._cls, self._capabilities, self._policy, self._link = cls, capabilities, policy, device_link(device)
         self._lanes = self._link.lanes(serial=policy.serial)
-        # The threads finish the jobs that they have, and end with this object; the interpreter waits for them.
+        # The threads finish their jobs, and end when this object is deleted; the interpreter waits for them at exit.
         self._down = ThreadPoolExecutor(1, "fsdp_offload host down", _prepare_thread, (device,))
         self._updates = ThreadPoolExecutor(1, "fsdp_offload host updates", _prepare_thread, (device,))
         # Free buffers of pinned memory, each with the mark after the last copies from it to the device.
@@ -155,7 +155,7 @@ class HostUpdates:
         params, grads = [*map(place, job.params)], [*map(place, job.grads)]
         found = zip(job.ranges, params, grads, strict=True)
         job.ranges = [replace(bound, param=param, gradient=grad) for bound, param, grad in found]
-        # In one piece: no small copies of the model wait in this direction.
+        # Not in pieces: the model has no small copies in this direction that would wait for a large one.
         down.copy([*zip((*params, *grads), (*job.params, *job.grads), strict=True)])
         if self._gradient_divisor is not None:
             with down.running():
@@ -185,7 +185,7 @@ class HostUpdates:
         begin, divided = time.perf_counter(), self._divided
         for target, source in job.moves:
             target.copy_(source)
-        # The fused SGD that we choose takes ranges that all have state, or that all have none.
+        # Fused SGD, which ``host_options`` chooses, takes ranges that all have state, or that all have none.
         parts: tuple[list[BoundRange], list[BoundRange]] = [], []
         for bound in job.ranges:
             grad = bound.gradient
@@ -199,7 +199,7 @@ class HostUpdates:
 
     def _issue_uploads(self, job: HostJob) -> Mark:
         pairs = [(param, one.param) for param, one in zip(job.params, job.ranges, strict=True)]
-        # Ours are dense. A parameter in another order is copied in one piece.
+        # The host's copies are dense. A parameter with other strides is not copied as flat bytes.
         flat = [(_bytes(to), _bytes(own)) if to.stride() == own.stride() else (to, own) for to, own in pairs]
         self._lanes.up.copy(flat)
         return self._lanes.up.mark()
@@ -223,7 +223,7 @@ class HostUpdates:
                 f"OffloadPolicy(host_fraction=...): a GradScaler needs a fused {self._cls.__name__}, and the CPU's is "
                 "wrong in the dtype of the parameters. Use host_fraction=0. Nothing has been changed."
             )
-        # As by a fused kernel, the user's gradients are divided by the scale, or by 1 if the step is skipped.
+        # As a fused kernel does, divide the user's gradients by the scale, or by 1 if the step is skipped.
         if scale is not None and found_inf is not None:
             scale = torch.where(found_inf.to(scale.device) == 1, torch.ones_like(scale), scale)
         self._start, self._gradient_divisor, self._divided = (values, pinned), scale, None
@@ -239,8 +239,8 @@ class HostUpdates:
         """Submit the update of all ``ranges`` of a bucket and return; gradients are kept until they have been read.
 
         The update writes counters of ``states``, and the other home of ``moving`` shards. Gradients may be read
-        ``after`` these marks; the stream waits for them when the copies are issued. If it waited now, earlier jobs
-        whose copies are issued later would wait for the whole backward.
+        ``after`` these marks. The stream of the copies waits for the marks when a thread issues the copies: if it
+        waited now, copies of earlier jobs that are not issued yet would wait for the whole backward.
         """
         gradient = self._capabilities.conventions.gradient
         job = HostJob(number)
@@ -263,9 +263,9 @@ class HostUpdates:
             increment_version(local_shard(shard.param))
         if not (job.ranges or job.moves):
             return self.ended.get(number, Mark())
-        # The reserve has counted parameters twice, but gradients may be wider.
+        # Attaching has reserved the bytes of the parameters twice, but gradients may be wider.
         self.reserve(sum(aligned(one.nbytes) for one in (*job.grads, *job.params)))
-        # Not ``states``, which refers to the engine: the optimizer may be deleted before step().
+        # The thread gets entries, not ``states``, which refers to the engine: the optimizer may be deleted meanwhile.
         entries = {bound.shard.param: states.of(bound.shard.param) for bound in job.ranges}
         creates = any(entries[one.shard.param].get(name) is None for one in job.ranges for name in one.values)
         job.states = StateStore(defaultdict(dict, entries))
@@ -307,12 +307,12 @@ def _bytes(dense: Tensor) -> Tensor:
 def _prepare_thread(device: torch.device) -> None:
     """Use ``device``, and leave one core in eight of this rank, at least one, to the threads that issue copies.
 
-    The threads of a kernel wait for each other. (H200, 16 cores: 240 ms with 16 threads, 203 with 15, 211 with 14.)
+    A kernel ends with its slowest thread. (H200, 16 cores: 240 ms with 16 threads, 203 with 15, 211 with 14.)
     """
     use(device)
     usual, cores = torch.get_num_threads(), cores_of_rank()
     torch.set_num_threads(max(1, cores - max(1, cores // 8)))
-    # That sets the number for this thread and later ones. A short thread restores that of later ones.
+    # set_num_threads holds for this thread and for new threads. A short-lived thread restores it for new threads.
     restoring = threading.Thread(target=torch.set_num_threads, args=(usual,))
     restoring.start()
     restoring.join()

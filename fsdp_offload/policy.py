@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 if TYPE_CHECKING:
     Bytes = int
     Auto = Literal["auto"]
-else:  # so that command lines that frameworks generate from the fields accept "8GB"
+else:  # wider at run time: command lines that frameworks generate from the fields have to accept "8GB"
     Bytes = Auto = int | str
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
-    """Add the line to write to TypeErrors for unknown arguments; ``others``: advice for some of them, by name."""
+    """Add ``line``, a correct call, to TypeErrors for wrong arguments; ``others``: advice by argument name."""
 
     def told(function: Any) -> Any:
         if isinstance(function, type):
@@ -38,7 +38,7 @@ def tells(line: str, **others: str) -> Callable[[_Function], _Function]:
             try:
                 return function(*args, **kwargs)
             except TypeError:
-                try:  # only now: each step calls such functions, and binding takes longer than many of them
+                try:  # only after an error: steps call these functions, and binding can take longer than the call
                     signature.bind(*args, **kwargs)
                 except TypeError as error:
                     problem = str(error)
@@ -73,8 +73,8 @@ class OffloadPolicy:
     Attributes:
         parameters: Keep the model's parameters on the host too: those that ``fully_shard`` gathers, frozen ones
             included. They pass through the device group by group, for the forward, the backward and the update;
-            gradients never leave it. Between uses a parameter's shard is host memory, where ``state_dict`` and
-            ``torch.distributed.checkpoint`` read and write it. Needs a model, without ``CPUOffloadPolicy``.
+            gradients stay on the device. Between uses a parameter's shard is host memory, where ``state_dict`` and
+            ``torch.distributed.checkpoint`` read and write it. Needs a model, sharded without ``CPUOffloadPolicy``.
         overlap: Choose what hides the transfers.
 
             - ``"step"``: update in ``step()``; parameters are new when it returns. With a model that has
@@ -84,16 +84,16 @@ class OffloadPolicy:
               the optimizer. Needs a model.
             - ``"iteration"``: as ``"forward"``, and update each bucket in the backward, as soon as its gradients are
               final. For loops in which the number of backwards before a step does not change. A loop that clips by a
-              norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then speculative, and rolled back in steps
-              that clip, and wait for ``step()`` if more than a fifth of the steps clip. That needs as much host memory
-              again as the state and the parameters. If a loop changes gradients in any other way, the first steps
-              show it, and updates then wait for ``step()``. Needs a model.
-        device_bytes: Limit the device memory for offloaded state and parameters, passing through or kept, at the
-            model's own peak. A number is exceeded only if one update needs more (the report says so), and at points of
-            an iteration where the model leaves as much more free. ``"auto"`` begins with four blocks of state and four
-            of parameters; with an overlap, those of state are freed at the peak. It takes more blocks if compute waits
-            for them, within the memory that training leaves free. At least two ``bucket_bytes``, if those are a number.
-            All sizes also take text, decimal or binary as written: ``"8GB"``, ``"640MiB"``.
+              norm uses :func:`~fsdp_offload.clip_grad_norm_`: updates are then speculative. Steps that clip roll them
+              back; if more than a fifth of the steps clip, updates wait for ``step()``. Rolling back takes as much
+              host memory again as the state and the parameters. If a loop changes gradients in any other way, the
+              first steps show it, and updates then wait for ``step()``. Needs a model.
+        device_bytes: Limit the device memory for offloaded state and parameters, kept or passing through, at the
+            model's own peak. Where the model is below its peak, offload may use the difference as well. Otherwise a
+            number is exceeded only if one update needs more (the report says so). ``"auto"`` begins with four blocks of
+            state and four of parameters; ``overlap="iteration"`` frees those of state at the peak. ``"auto"`` takes
+            more blocks if compute waits for them, within the memory that training leaves free. A number is at least
+            twice a numeric ``bucket_bytes``. Sizes may be text, decimal or binary: ``"8GB"``, ``"640MiB"``.
         bucket_bytes: Load, update and store about this much state together. ``"auto"`` follows the groups of
             ``fully_shard``: small ones are joined up to 64 MiB, and large ones cut at 256 MiB. A parameter with more
             state is cut into several buckets if its optimizer works element by element; otherwise it is one large
@@ -110,8 +110,8 @@ class OffloadPolicy:
             memory on use, where the kernel reports too little.
         pin_memory: Page-lock the host memory. ``None`` does so if the parameters are on an accelerator. Copies from
             memory that is not pinned are several times slower and do not overlap.
-        serial: Run the same schedule one action after the other, slowly and with the same bits, to find out whether a
-            difference comes from overlap.
+        serial: Run the same schedule one action after the other: slower, with the same bits. A difference that remains
+            does not come from overlap.
         trust_separable: As the argument of :func:`~fsdp_offload.offload_optimizer`, for configurations of frameworks.
 
     Raises:
@@ -185,7 +185,7 @@ def as_policy(values: OffloadPolicy | Mapping[str, Any] | None) -> OffloadPolicy
     """Make a policy from a dict of its fields; ``None`` gives the default, and a policy is returned as it is.
 
     Raises:
-        ValueError, TypeError: A name is not that of a field, a value is not accepted, or ``values`` is no policy.
+        ValueError, TypeError: A field is unknown or its value not accepted, or ``values`` is no policy and no dict.
     """
     if isinstance(values, OffloadPolicy):
         return values

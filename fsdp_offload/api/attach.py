@@ -64,26 +64,26 @@ def offload_optimizer(
     once. No collective of its own.
 
     A class that is not in ``fsdp_offload/optimizers/table.toml`` moves as a whole: all of its state is loaded before
-    its own plain ``step()`` and stored after it. Host memory is taken when it has made its state.
+    its own plain ``step()`` and stored after it. Its host memory is taken once the optimizer has created state.
 
-    The tensors in ``optimizer.state`` become tensors over host memory: DTensors with the mesh and placements of theirs
-    for sharded parameters. Reading them through ``optimizer.state`` waits until they are up to date; a tensor fetched
-    earlier is valid until the next ``step()``.
+    The tensors in ``optimizer.state`` become tensors over host memory; for sharded parameters, DTensors with the
+    parameter's mesh and placements. Reading them through ``optimizer.state`` waits until they are up to date; a tensor
+    fetched earlier is valid until the next ``step()``.
 
     Args:
-        optimizer: any except ``torch.optim.SparseAdam``, ``Adafactor`` on sharded parameters, and those that wrap
-            another: give that one. The wrappers of accelerate, Lightning and Fabric are seen through, and so are
-            Megatron's optimizers and chains: each of torch's in there is offloaded, or none.
-        model: the model whose parameters it has. Gives the order of the buckets, names for messages,
-            more checks, and, where it is sharded by ``fully_shard``, the backward in which loads begin.
+        optimizer: any except ``torch.optim.SparseAdam``, ``Adafactor`` on sharded parameters, and an optimizer that
+            wraps another: give the inner one. Wrappers of accelerate, Lightning and Fabric are seen through. Inside
+            Megatron's optimizers and chains, all of torch's optimizers are offloaded, or none.
+        model: the model that has the optimizer's parameters. Sets the order of the buckets, gives names for messages,
+            and allows more checks. If ``fully_shard`` has sharded it, loads begin in its backward.
         policy: what is offloaded, how much of it may be on the device, and what hides its transfers; a dict has the
             fields of :class:`OffloadPolicy`. An option that has no effect is warned of.
-        exist_ok: do nothing if it is offloaded already, for the same model and with the same policy, or with any if
-            ``policy`` is not given: for code that runs once for each fit.
+        exist_ok: do nothing if ``optimizer`` is offloaded already with the same model and policy; a model or policy
+            that is not given counts as the same. For code that runs once for each fit.
         trust_separable: promise that each element's update depends on that element alone and draws no random numbers.
-            The step of a class that is not in the table then runs bucket by bucket, as Adam's does, and that of a row
-            of another library parameter by parameter. Nothing checks it but the shapes of the state. The policy's field
-            of that name says the same.
+            The step of a class that is not in the table then runs bucket by bucket, as Adam's does; a class that the
+            table lists for another library runs parameter by parameter. Only the shapes of the state, and changes
+            outside of the state, are checked. The policy has a field of the same name and meaning.
         positional: refused.
         misplaced: refused, such as fields of the policy; the error has the line to write.
 
@@ -91,10 +91,10 @@ def offload_optimizer(
         ``optimizer``.
 
     Raises:
-        ValueError: it cannot be offloaded exactly, or the policy has an unknown field or value; says why.
-        TypeError: it is no optimizer, ``__slots__`` or a base in C fix the layout of its class, or an argument is of
-            another type.
-        RuntimeError: it is offloaded already, or a CUDA graph is being captured.
+        ValueError: ``optimizer`` cannot be offloaded exactly, or the policy has an unknown field or value; says why.
+        TypeError: ``optimizer`` is no optimizer, ``__slots__`` or a base in C fix the layout of its class, or an
+            argument is of another type.
+        RuntimeError: ``optimizer`` is offloaded already, or a CUDA graph is being captured.
         MemoryError: host memory does not suffice.
     """
     checks.refuse_misplaced(positional, misplaced)
@@ -138,8 +138,8 @@ def offload_optimizer(
     kind = WholeEngine if capabilities.moves_whole else Engine
     engine = kind(cls, capabilities, policy, device, names, together, host)
     states = OffloadedState(engine, target.state)
-    # Optimizers that draw random numbers do so parameter by parameter, which only the group's order repeats. Others
-    # are updated in the order in which a forward needs their parameters.
+    # Elementwise optimizers update in the order in which a forward needs the parameters. Others keep the order of the
+    # groups: they may draw random numbers parameter by parameter.
     gathered = [param for param in together if param in names]
     order = list(dict.fromkeys([*gathered, *names])) if capabilities.elementwise else params
     # A frozen parameter gets a home with its first gradient: reserving one would pin unused memory.
@@ -173,7 +173,7 @@ def remove_offload(optimizer: _Optimizer) -> _Optimizer:
     Schedulers and hooks go on working, whenever they were made. Needs device memory for the whole state.
 
     Raises:
-        TypeError: it is no optimizer, holds none, and is no list of optimizers.
+        TypeError: ``optimizer`` is no optimizer, holds none, and is no list of optimizers.
         RuntimeError: it is not offloaded, a step of it is running, or an exception has left its state half updated.
     """
     targets = optimizers_in(optimizer, "remove_offload")
@@ -207,7 +207,7 @@ def is_offloaded(optimizer: Optimizer | Sequence[Optimizer]) -> bool:
     """Return whether :func:`offload_optimizer` was called for ``optimizer``, or for all in a wrapper or a list.
 
     Raises:
-        TypeError: it is no optimizer, holds none, and is no list of optimizers.
+        TypeError: ``optimizer`` is no optimizer, holds none, and is no list of optimizers.
     """
     return all(attachment_of(one) is not None for one in optimizers_in(optimizer, "is_offloaded"))
 
@@ -216,8 +216,8 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
     """Report as :meth:`OffloadedOptimizer.offload_report` does, through any framework's wrapper.
 
     Raises:
-        TypeError: it is no optimizer, and holds none.
-        RuntimeError: it is not offloaded, or a chain of several, each of which has a report of its own.
+        TypeError: ``optimizer`` is no optimizer and holds none.
+        RuntimeError: ``optimizer`` is not offloaded, or is a chain of several: ask for a report of each.
     """
     found = optimizers_in(optimizer, "offload_report")
     if len(found) != 1 or not isinstance(found[0], OffloadedOptimizer):
@@ -228,12 +228,12 @@ def offload_report(optimizer: Optimizer) -> OffloadReport:
 
 
 def synchronize(optimizer: Optimizer | Sequence[Optimizer]) -> None:
-    """Do what :meth:`OffloadedOptimizer.synchronize` does, through any framework's wrapper; of a chain or list, all.
+    """Call :meth:`OffloadedOptimizer.synchronize` through any framework's wrapper; of each in a chain or list.
 
-    Do nothing if it is not offloaded: a plain optimizer has no work under way.
+    Optimizers that are not offloaded are skipped: they have no work under way.
 
     Raises:
-        TypeError: it is no optimizer, holds none, and is no list of optimizers.
+        TypeError: ``optimizer`` is no optimizer, holds none, and is no list of optimizers.
     """
     for target in optimizers_in(optimizer, "synchronize"):
         if isinstance(target, OffloadedOptimizer):
@@ -241,7 +241,7 @@ def synchronize(optimizer: Optimizer | Sequence[Optimizer]) -> None:
 
 
 def _offload_each(optimizer: Any, offload: Callable[[Optimizer], object], policy: OffloadPolicy) -> None:
-    """Offload every optimizer inside one of Megatron's or a chain, or none; park masters that leave the device."""
+    """Offload all optimizers inside Megatron's or a chain, or none; let fp32 masters leave the device with state."""
     held = holders_in(optimizer)
     for holder in held.values():
         checks.refuse(checks.wrong_with_holder(holder))
@@ -286,8 +286,8 @@ def add_masters(optimizer: _Optimizer, kind: MasterKind = "remainder") -> _Optim
     optimizer on an fp32 copy of the model that receives the same gradients, rounded. ``optimizer.state[param]`` has one
     tensor more, ``"master_param"``, of the parameter's shape and sharding, and its other tensors are fp32.
 
-    It works without :func:`offload_optimizer` and with it; call it before that. State that exists is widened, and its
-    masters start at the parameters. Weights that you write into parameters win over fp32 masters; with remainders, the
+    Works with and without :func:`offload_optimizer`; add masters first. Existing state is widened to fp32, and masters
+    start at the parameters' values. Weights that you write into parameters win over fp32 masters; with remainders, the
     lower 16 bits stay. A second call with the same ``kind`` changes nothing.
 
     Args:

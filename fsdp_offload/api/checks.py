@@ -71,11 +71,11 @@ def refuse_misplaced(by_place: Sequence[Any], by_name: Mapping[str, Any]) -> Non
 
 
 def wrong_with_holder(holder: Any) -> Iterator[str]:
-    """Yield problems of Megatron's ``holder`` of one of torch's optimizers: it offloads the same state itself."""
+    """Yield problems of ``holder``, Megatron's optimizer around one of torch's: it moves the same state itself."""
     config = getattr(holder, "config", None)
     if getattr(config, "optimizer_cpu_offload", False):
         yield _updated_on_host(getattr(config, "optimizer_offload_fraction", 1.0))
-    # Its branch dev turns the first flag into the second.
+    # Megatron's branch dev turns the first flag into the second.
     flags = "offload_optimizer_states", "chunked_optimizer_state_offload"
     has_own = getattr(holder, "_optimizer_state_offloader", None) is not None
     if has_own or any(getattr(config, flag, False) for flag in flags):
@@ -135,8 +135,8 @@ def _indivisible(optimizer: Optimizer) -> Iterator[str]:
                 "in an attribute of the optimizer."
             )
     for index, group in enumerate(optimizer.param_groups):
-        # Kernels over lists unpack a type of several tensors once for each of them, and update the rest of the list as
-        # often: the result depends on which parameters are in the list.
+        # Foreach and fused kernels run once for each inner tensor of a tensor subclass, and update the rest of the
+        # list each time: the result depends on which parameters share a list.
         locals_ = [local_shard(param) for param in group["params"]]
         several = [local for local in locals_ if len(leaves_of(local)) > 1]
         on_cpu = all(local.device.type == "cpu" for local in locals_)
@@ -302,7 +302,7 @@ def refuse_bypass(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def check_no_other_updates(params: Collection[Tensor], names: Mapping[Tensor, str], policy: OffloadPolicy) -> None:
-    """Raise if another offloaded optimizer shares ``params``, and one updates in the backward or streams them."""
+    """Raise if another offloaded optimizer has some ``params``, and either updates in the backward or streams them."""
 
     def conflicts(other: Attachment) -> bool:
         return any(one.updates_in_backward or one.parameters for one in (policy, other.engine.policy))
@@ -348,7 +348,7 @@ def _look_at_all_steps() -> RemovableHandle:
 
 
 def _look_who_steps(other: Optimizer, args: object, kwargs: object) -> None:
-    """Raise if an offloaded optimizer has used the gradients in the backward; warn if it has never stepped."""
+    """Raise if an offloaded optimizer updates parameters of ``other`` in the backward; warn if it has never stepped."""
     holds = any(isinstance(one, Optimizer) for one in getattr(other, "optimizers", ()))
     if holds or find_offloaded(other) is not None:
         return  # a container steps the optimizers that it holds, and each is checked then

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` of torch, bit for bit, which lets updates of ``overlap="iteration"`` run ahead of it.
+"""Clip as torch's ``clip_grad_norm_``, bit for bit, after updates of ``overlap="iteration"`` that ran in the backward.
 
 An update in the backward is speculative: it assumes that the clipping factor will be 1 (``engine/speculation.py``).
 This function computes norm and factor on the device; ``step()`` learns on the host whether the factor was 1.
@@ -34,17 +34,17 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of all parameters of ``optimizer`` by their common norm, as ``torch.nn.utils`` does.
 
-    Norm and gradients have the bits that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` gives them, for
-    the parameters of the model that ``optimizer`` has. Without a model, as without offload, the order is that of
-    ``param_groups``, and the last bit of the norm depends on the order. The collectives are torch's own. torch
-    refuses gradients on several meshes, as those of experts: these get the bits that torchtitan's function gives them.
+    Norm and gradients get the bits of ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` for the model's
+    parameters that ``optimizer`` has. Without a model, or without offload, parameters are in the order of
+    ``param_groups``, on which the last bit of the norm depends. The collectives are torch's own. torch refuses
+    gradients on several meshes, such as those of experts: they get the bits of torchtitan's function.
 
     Call it from the first step on. With ``OffloadPolicy(overlap="iteration")``, updates then run in the backward as
     if the factor were 1; ``step()`` rolls them back if it is not. Gradients that an update has used are
     multiplied when they are read, or in ``step()``.
 
     Args:
-        optimizer: offloaded or not; what frameworks wrap around one, chains of several, or a sequence of optimizers
+        optimizer: one optimizer, offloaded or not, also in a framework's wrapper; or a chain or sequence of optimizers
             that are clipped together.
         max_norm: the largest norm that is not clipped.
         norm_type: the order of the norm; may be ``inf``.
@@ -55,9 +55,9 @@ def clip_grad_norm_(
         The norm before clipping: 0-dim, on the device of the gradients; a DTensor for sharded ones.
 
     Raises:
-        TypeError: ``optimizer`` is none, and holds none.
-        RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or the backward has used up gradients, since
-            this function was not called from the first step on, or not all of them fit on the device.
+        TypeError: ``optimizer`` is not an optimizer and holds none.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; or the backward has freed gradients, since
+            this function was not called from the first step on, or not all gradients fit on the device.
     """
     inner = optimizers_in(optimizer, "clip_grad_norm_")
     line = "clip_grad_norm_(optimizer, max_norm)"
@@ -65,7 +65,7 @@ def clip_grad_norm_(
     if isinstance(max_norm, Real) and not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be 0 or more, got {max_norm}. To clip nothing, leave it out.")
     check_choices("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite, foreach=foreach or False)
-    of_models: list[Tensor] = []  # in the order of the models, then all others
+    of_models: list[Tensor] = []  # parameters in the order of the models
     for attachment in filter(None, map(attachment_of, inner)):
         model = None if attachment.model is None else attachment.model()
         of_models += [] if model is None else parameters_of(model)
@@ -83,7 +83,7 @@ def clip_in_order(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clip as :func:`clip_grad_norm_`, in a framework's order: ``params`` are those of ``optimizers``."""
+    """Clip as :func:`clip_grad_norm_`, in a framework's order: that of ``params``, the parameters of ``optimizers``."""
     inner = optimizers_in(list(optimizers), "clip_grad_norm_")
     speculating = [attachment.engine.speculation for attachment in map(attachment_of, inner) if attachment is not None]
     for one in speculating:

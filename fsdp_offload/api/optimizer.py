@@ -29,7 +29,7 @@ from .wrapped import HOOK_IS_CALLED, Attachment, attached, attachment_of
 
 
 class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
-    """Methods that :func:`offload_optimizer` adds to an optimizer, over those of its class; never instantiated."""
+    """Methods with which :func:`offload_optimizer` overrides those of an optimizer's class; never instantiated."""
 
     _plain_class: type[Optimizer]  # the optimizer's own
 
@@ -43,17 +43,17 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the optimizer's own ``step`` does; see :func:`offload_optimizer` for what is different underneath.
 
-        Returns when everything is issued. Parameters are new in the order of the current stream; stores may still run.
+        Returns when all is issued; stores may still run. With ``overlap="step"``, the current stream sees the update.
 
         Raises:
             RuntimeError: an earlier step stopped half way, a gradient is sparse or has other placements than its
-                parameter, or the optimizer turns out not to be divisible although ``trust_separable`` said so.
+                parameter, or the step is not divisible although ``trust_separable`` said so.
         """
         attachment = attached(self)
         attachment.engine.core.trained_here()
         attachment.stepping = True
         try:
-            # Updates in a backward write counters that are made here.
+            # Counters that are made here must not be inference tensors: updates in a backward write them.
             with normal_tensors() if torch.is_inference_mode_enabled() else nullcontext():
                 return _logical_step(self, *args, **kwargs)
         finally:
@@ -62,9 +62,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
     step.hooked = True  # type: ignore[attr-defined]  # keeps torch from wrapping it: _logical_step fires the hooks
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``torch.optim.Optimizer`` does; the tensors lie over the host memory of ``optimizer.state``.
+        """Return what ``torch.optim.Optimizer`` returns; the tensors share the host memory of ``optimizer.state``.
 
-        While one of them is held, no update in a backward changes it: updates wait for ``step()``.
+        Only ``step()`` changes a tensor while you hold it: updates of its state do not run in the backward then.
 
         Raises:
             RuntimeError: an exception has left the state half updated.
@@ -142,7 +142,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
                 engine.names.setdefault(param, name)
             device_of(params, engine.names, engine.layouts.capabilities, engine.policy, engine.device)
             eager = engine.conventions.state_without_gradient
-            new = [param for param in params if param not in engine.plan.shards]  # others move here
+            new = [param for param in params if param not in engine.plan.shards]  # others were in another group
             engine.add(self, [param for param in new if eager or is_trained(param)], states_of(self).unwaited)
         except BaseException:  # an interrupt, too
             del self.param_groups[-1]  # undo the call
@@ -152,10 +152,10 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         attachment.has_others = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear gradients. An update that still reads them keeps them alive; zeroing waits for it.
+        """Clear gradients. Updates that still read them keep them alive; zeroing in place waits for these updates.
 
         Raises:
-            RuntimeError: with ``overlap="iteration"``, the backward has updated with them, and there was no ``step()``.
+            RuntimeError: the backward has updated (``overlap="iteration"``), and ``step()`` was not called since.
         """
         attachment = attached(self)
         attachment.engine.skip_step()
@@ -191,15 +191,15 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             attachment.parked.offload()
 
     def release_states(self) -> None:
-        """Return device memory of state that :meth:`offload_states` stores to the allocator, on the current stream."""
+        """Free the device memory of the state that :meth:`offload_states` stores, in the current stream's order."""
         attached(self).engine.release()
         attached(self).parked.release()
 
     def reload_states(self, *, free_host_memory: bool = False) -> None:
         """Start loading the state that the next step uses first, as much as the policy allows. Asynchronous.
 
-        For the time when the last gradients are being reduced; see :func:`reload_before`. Harmless if everything is
-        loaded. Before the first step, the state that a step uses first is not known.
+        Call it while the last gradients are being reduced; see :func:`reload_before`. Harmless if everything is
+        loaded. Before the first step, it is not known which state a step uses first.
 
         Args:
             free_host_memory: free the pinned memory in which masters were parked, instead of keeping it for the next
@@ -216,7 +216,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         """Report bytes by place, and copies and times of the last step; wait for that step. ``str()`` gives a table."""
         attachment = attached(self)
         engine = attachment.engine
-        # A step may wait, with the lock, for the thread that writes a save.
+        # No lock in a thread that writes a save: a step may hold the lock while it waits for that thread.
         with nullcontext() if engine.lending.is_read_here() else engine.core.lock:
             region = attachment.parked.region
             return report_of(engine, states_of(self).unwaited, 0 if region is None else region.nbytes)
@@ -232,7 +232,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
 
 @Optimizer.profile_hook_step
 def _logical_step(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
-    """Run one step of the user: the closure once, or as often as a class that moves as a whole calls it."""
+    """Run one ``step()`` of the user, and the closure once; a class that moves as a whole calls the closure itself."""
     attachment = attached(self)
     engine = attachment.engine
     engine.check_usable("step()", mid_step=True)
@@ -313,8 +313,8 @@ def _end_step(attachment: Attachment, *, updated: bool) -> None:
 def offloaded_class(cls: type[Optimizer]) -> type[Optimizer]:
     """Return ``Offloaded<Name>``: a subclass with the methods above; the same class every time.
 
-    The methods are copied, not mixed in: Python takes the layout of instances from the first base, so instances of a
-    class with other bases (ABC, Generic[T]) could not become instances of a class with a mixin in front.
+    The methods are copied, not mixed in: Python takes the layout of instances from the first base, so an instance of a
+    class with bases such as ABC or Generic[T] could not change its class to one with a mixin in front.
     """
     ours = {key: value for key, value in vars(OffloadedOptimizer).items() if key not in _OF_EVERY_CLASS}
     ours |= {key: _seen_through(key) for key, value in ours.items() if inspect.isfunction(value) and key[0] != "_"}

@@ -21,15 +21,15 @@ class MemoryRecord:
     """Bytes by place, now.
 
     Attributes:
-        host_state_bytes: State whose home is host memory; reserved for state that the optimizer has yet to create.
-        other_state_bytes: State that does not move: counters, tensors that are not understood, and tensors that were
-            put into ``optimizer.state`` in the place of others, until the next step moves them.
+        host_state_bytes: State whose home is host memory, with homes reserved for state that is yet to be created.
+        other_state_bytes: State that does not move: counters, tensors that are not made of dense tensors, and tensors
+            that the user put into ``optimizer.state`` in place of homes, until the next step copies them there.
         host_parameter_bytes: Parameters whose home is host memory, frozen ones included.
         kept_state_bytes, kept_parameter_bytes: Offloaded state and parameters kept on the device; with padding.
         host_bytes: Host memory taken, padding included, page-locked if ``pinned``.
-        spare_home_bytes: The part of it for second homes, for asynchronous saves and updates that may be rolled back.
-        device_bytes: Device memory taken for what is offloaded, kept or passing through.
-        off_peak_bytes: The most that an iteration adds to it at points where the model leaves memory free.
+        spare_home_bytes: Part of ``host_bytes``: second homes, for asynchronous saves and updates that may roll back.
+        device_bytes: Device memory for offloaded state and parameters throughout an iteration.
+        off_peak_bytes: Largest addition to ``device_bytes`` in the last iteration, where the model left memory free.
         device_peak_bytes: The allocator's peak since its statistics were last reset; ``None`` on the CPU.
     """
 
@@ -51,14 +51,14 @@ class StepRecord:
     """Bytes, copies and updates of the last step, from the end of the step before to its own end.
 
     Attributes:
-        loaded_bytes, stored_bytes: Copied to the device, also for gathers, and to host memory; padding included.
+        loaded_bytes, stored_bytes: Bytes copied to the device (gathers included) and to host memory; with padding.
         loads, stores: Numbers of copies.
         updates: Buckets updated, those on the CPU included.
-        held_updates: Buckets among them that the backward left to ``step()``, since tensors over their state or
-            parameters were held.
+        held_updates: Updates that the backward left to ``step()``, because other code held tensors over the bucket's
+            state or parameters.
         load_gb_per_s, store_gb_per_s: Rates (10**9 bytes) of one large copy each way; ``None``: none was timed.
-        host_updated_bytes, host_update_ms, host_waited_ms: State that the CPU updated, the time of its thread, and the
-            time that the main thread waited for it; ``None`` if the CPU updates nothing.
+        host_updated_bytes, host_update_ms, host_waited_ms: State that the CPU updated, the time that its thread took,
+            and the time that the main thread waited for that thread; ``None`` if the CPU updates nothing.
     """
 
     loaded_bytes: int
@@ -79,14 +79,14 @@ class IterationRecord:
     """The last iteration, in the order of the compute stream.
 
     Attributes:
-        iteration_ms: From the end of the step before to the end of the last one, with all that the loop did between.
-        stalled_ms: The part of it in which compute waited for items: for loads, and for updates next to the model.
-        bound_ms: The longest of ``iteration_ms - stalled_ms - host_ms``, the loads at their rate and the stores at
-            theirs, but never more than ``iteration_ms``.
-        host_ms: Time in which compute had nothing to do while the host was in this package's hooks of reductions, or in
-            ``step()``. Not measured with ``overlap="step"``.
-        paced_ms: ``host_ms``, and the time between two such calls if compute was idle at both: as far as one can tell,
-            it ran at the host's pace.
+        iteration_ms: From the end of the previous step to the end of the last one, the rest of the loop included.
+        stalled_ms: The part of ``iteration_ms`` in which compute waited for loads, or for updates during the model.
+        bound_ms: The longest of compute (``iteration_ms - stalled_ms - host_ms``), all loads at their rate, and all
+            stores at theirs; at most ``iteration_ms``.
+        host_ms: Time in which compute was idle while the host ran this package's hooks of reductions, or ``step()``.
+            Not measured with ``overlap="step"``.
+        paced_ms: ``host_ms`` plus the time between two such calls if compute was idle at both: compute then probably
+            ran at the host's pace.
         next_gb_ms: What another GB (10**9 bytes) of ``device_bytes`` saves at most: the time of its load or of its
             store, whichever takes longer, but no more than ``stalled_ms``.
     """
@@ -104,8 +104,8 @@ class KeptRecord:
     """State and parameters that stay on the device between their uses, and the rest, which moves.
 
     Attributes:
-        buckets, moving_buckets: Pieces of state that are kept, and that are not.
-        moving_bytes: State, and parameters for gathers, that are not kept; padding included.
+        buckets, moving_buckets: Numbers of buckets of state that are kept, and that move.
+        moving_bytes: State that moves, and parameters on the host that move for gathers; padding included.
         reason: A sentence that says how much is kept, and why.
     """
 
@@ -128,7 +128,7 @@ class OffloadReport:
             CPU, with ``serial=True``.
         clipping: How often speculative updates in the backward were kept, or why all updates wait for ``step()``;
             empty if no update is speculative.
-        left_out: Names of state tensors that are not understood.
+        left_out: Names of state tensors that do not move, since they are not made of dense tensors.
         notes: Warnings for the user, most important first.
     """
 
@@ -207,7 +207,7 @@ def _bytes(nbytes: int) -> str:
 
 
 def report_of(engine: Engine, states: StateStore, parked_bytes: int = 0) -> OffloadReport:
-    """Report on one optimizer when the device has finished its last step; ``parked_bytes``: of sleeping parameters."""
+    """Report on one optimizer, after its last step has ended; ``parked_bytes``: host memory of parked masters."""
     shards, on_cpu = engine.plan.shards.values(), engine.device.type == "cpu"
     others = (
         value
@@ -339,7 +339,7 @@ def _last(engine: Engine) -> tuple[StepRecord | None, IterationRecord | None]:
     gb_ms = [1e3 / rate for _, rate in ways if rate is not None]
     whole_ms, stalled_ms = last.iteration_ms, min(last.stalled_ms, last.iteration_ms)
     host_ms = min(last.host_ms, whole_ms - stalled_ms)
-    # Timed copies may have shared the link with others, so the bound is not proven: others may be faster.
+    # Not a proven bound: the timed copies may have shared the link, so that the other copies may have been faster.
     bound_ms = min(whole_ms, max(whole_ms - stalled_ms - host_ms, *copies_ms, 0.0))
     times = {"host_ms": host_ms, "paced_ms": max(host_ms, min(last.paced_ms, whole_ms - stalled_ms))}
     times["next_gb_ms"] = min(stalled_ms, max(gb_ms, default=0.0))

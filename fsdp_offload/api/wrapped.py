@@ -1,9 +1,9 @@
-"""Offloaded optimizers, also inside objects of frameworks, and the phases of all of them together.
+"""Find optimizers inside objects of frameworks; offload, release and reload the state of several together.
 
-Wrappers of accelerate, Lightning and Fabric hold an optimizer as ``optimizer`` or ``_optimizer``, Megatron's as
-``optimizer``, its ``ChainedOptimizer`` several as ``chained_optimizers``. Megatron's also name the fp32 masters among
-its parameters (``shard_fp32_from_float16_groups``, ``fp32_from_float16_groups``) and those that are in fp32 anyway
-(``shard_fp32_groups``). Read in ``megatron/core/optimizer`` of megatron-core 0.16.1; nothing of it is imported.
+Wrappers of accelerate, Lightning and Fabric hold an optimizer as ``optimizer`` or ``_optimizer``. Megatron's optimizers
+hold one as ``optimizer``, and its ``ChainedOptimizer`` several as ``chained_optimizers``. Megatron's also list their
+fp32 masters (``shard_fp32_from_float16_groups``, ``fp32_from_float16_groups``), and parameters that are fp32 in the
+model (``shard_fp32_groups``). Read in ``megatron/core/optimizer`` of megatron-core 0.16.1; nothing of it is imported.
 """
 
 import functools
@@ -27,13 +27,13 @@ from ..state.layout import params_of
 
 @dataclass(eq=False)
 class Attachment:
-    """Additions to an optimizer when it was attached."""
+    """Data that attaching adds to an optimizer."""
 
     engine: Engine
     model: "weakref.ref[nn.Module] | None"
-    undo: list[Callable[[], None]] = field(default_factory=list)  # also of its model and of captured steps
+    undo: list[Callable[[], None]] = field(default_factory=list)  # remove hooks, restore captured steps
     hooks: ModelHooks | None = None
-    parked: ParkedParameters = field(default_factory=ParkedParameters)  # leave the device with the state
+    parked: ParkedParameters = field(default_factory=ParkedParameters)  # masters that leave the device with the state
     stepping: bool = False
     has_loaded_inside_step: bool = False
     expects_gradients: bool = True  # no step has found a gradient, and the user has not been warned
@@ -73,7 +73,7 @@ def wrappers_around(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside a framework's wrapper; if it is offloaded, inside any wrapper."""
+    """Return the optimizer inside a known framework's wrapper; an offloaded one is found inside any wrapper."""
     return find_offloaded(optimizer) or wrappers_around(optimizer)[-1]
 
 
@@ -82,7 +82,7 @@ def redirect_captured_step(
 ) -> list[Callable[[], None]]:
     """Make objects that captured ``optimizer.step`` before attaching call the new step; return functions that undo it.
 
-    A scheduler has captured the class's old ``step`` in a closure; accelerate's wrapper puts it back after a scaler.
+    A scheduler holds the class's old ``step`` in a closure; accelerate's wrapper holds it to restore it after a scaler.
     """
     undo: list[Callable[[], None]] = []
 
@@ -111,9 +111,9 @@ def redirect_captured_step(
 
 
 def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
-    """Find torch's optimizers inside one of Megatron's or a chain, each with its holder; none in one of torch's.
+    """Map torch's optimizers inside one of Megatron's or a chain to their holders; empty if it is one of torch's.
 
-    torchtitan's container is a chain, although its class is derived from torch's.
+    torchtitan's container is a chain, although its class is derived from ``torch.optim.Optimizer``.
     """
     held = vars(optimizer).get("optimizers") if isinstance(optimizer, Optimizer) else None
     if isinstance(held, list) and held and all(isinstance(one, Optimizer) for one in held):
@@ -131,7 +131,7 @@ def holders_in(optimizer: Any) -> dict[Optimizer, Any]:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """List the optimizers of torch in one of Megatron's or a chain; otherwise ``optimizer`` itself."""
+    """List torch's optimizers inside one of Megatron's or a chain; any other ``optimizer`` is the only element."""
     return list(holders_in(optimizer)) or [optimizer]
 
 
@@ -171,7 +171,7 @@ def masters_in(holder: Any, optimizer: Optimizer) -> list[Tensor]:
 
 
 def saves_all_masters(holder: Any) -> bool:
-    """Return whether Megatron saves masters of fp32 parameters too: if its optimizer is precision-aware."""
+    """Return whether Megatron also saves masters of fp32 parameters: its optimizer is precision-aware, and has some."""
     is_aware = getattr(getattr(holder, "config", None), "use_precision_aware_optimizer", False)
     return bool(
         is_aware and any(isinstance(one, Tensor) for one in tree_leaves(getattr(holder, "shard_fp32_groups", ())))
@@ -188,7 +188,7 @@ def offload_states(optimizer: Any) -> None:
     :func:`release_states`.
 
     Raises:
-        TypeError: one of the optimizers is not offloaded; also in the functions below.
+        TypeError: one of the optimizers is not offloaded; the two functions below raise it as well.
         MemoryError: there is not enough host memory for the state and masters.
     """
     for inner in _offloaded_in(optimizer, "offload_states"):
@@ -220,10 +220,10 @@ IF_NOT = "call offload_optimizer() first, or, to train without offload, write `i
 """Advice to a loop that runs with and without offload; no call is silently ignored."""
 
 HOOK_IS_CALLED = 3
-"""Warn once after this many steps without a call of a wrapped hook; a call sets the count to this figure."""
+"""Steps without a call of a wrapped hook, after which to warn once. A call sets ``hook_steps`` to it: no warning."""
 
 _TARGETS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-"""Optimizers by wrapper, in the order in which they reload."""
+"""Optimizers to reload by wrapped hook, in the order in which they reload."""
 
 
 def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> Callable[..., Any]:
@@ -232,8 +232,8 @@ def reload_before(callback: Callable[..., Any] | None, optimizer: Optimizer) -> 
     Args:
         callback: the hook that the loop calls now, partials included, or ``None``. If it is wrapped already, it is
             returned as it is, and reloads ``optimizer`` as well.
-        optimizer: an offloaded one, or a chain or object of Megatron's that holds some. It is skipped once it is gone
-            or plain again, and warns at its third step if the hook was not called.
+        optimizer: an offloaded one, or a chain or object of Megatron's that holds some. The hook skips one that is
+            deleted or plain again. An optimizer's third step warns if the hook was not called by then.
 
     Returns:
         The hook for the loop to call.

@@ -61,21 +61,21 @@ class ArenaStager(AsyncStager):
         stager.close()  # raises if the last save's state was written in place
 
     ``async_save`` returns when everything else (the model's shards, counters, state that has no home on the host) is
-    copied to host memory that the stager keeps for the next save. Put enough ``OffloadPolicy.snapshot_bytes`` aside for
-    the state (a little more than the state has), or the first step during a save waits for its end. Give
-    ``planner=SavePlanner()``, too, and the save refuses what :func:`save` does.
+    copied to host memory that the stager keeps for the next save. Reserve ``OffloadPolicy.snapshot_bytes`` for the
+    state (a little more than its bytes), or the first step during a save waits until the save ends. Give
+    ``planner=SavePlanner()``, too, and the save refuses what :func:`save` refuses.
 
     One save at a time, as the collectives of two would mix: a second one waits for the end of the first. Writing in
     place into a home during a save (your own ``copy_``, a ``dcp.load`` into a state dict without ``for_load=True``)
-    spoils the file. What torch's version counters show of that is an error in the next step, the next save or
-    :meth:`close`, and in the log at once; they do not show ``torch._foreach_*`` on ``param.detach()``, nor NumPy.
-    ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give that torch's ``DefaultStager``.
+    spoils the file. Writes that torch's version counters show are logged when the save ends, and raise in the next
+    step, the next save or :meth:`close`. The counters miss ``torch._foreach_*`` on ``param.detach()``, and NumPy.
+    ``AsyncCheckpointerType.PROCESS`` is refused, with a TypeError in its future: give it torch's ``DefaultStager``.
 
     Args:
-        optimizers: whose state is lent as long as they are offloaded; everything else is copied.
+        optimizers: their state is lent while they are offloaded; everything else is copied.
 
     Raises:
-        TypeError: it is no optimizer, and holds none.
+        TypeError: an argument is no optimizer and holds none.
     """
 
     _synchronize_after_execute = False  # staging is complete when `stage` returns
@@ -87,7 +87,7 @@ class ArenaStager(AsyncStager):
         self._buffer: Region | None = None
         self._loan: Loan | None = None
 
-    @tells("async_stager=ArenaStager(optimizer)")  # of the class itself
+    @tells("async_stager=ArenaStager(optimizer)")  # for a call on the class instead of an instance
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Stage ``state_dict`` as it is now, to be written during training. Called by ``dcp.async_save``.
 
@@ -236,7 +236,7 @@ class Loan(Reader):
         self._is_gone(None)
 
     def when_over(self, look: Callable[[], object]) -> None:
-        """Call ``look`` in the writing thread when it has finished, before the homes may be written again."""
+        """Call ``look`` in the writing thread when the save has ended, before the homes may be written again."""
         self._looks.append(look)
 
     def _is_gone(self, _: object) -> None:
@@ -273,11 +273,11 @@ class Loan(Reader):
             if self.thread is None or self.thread is threading.current_thread():
                 time.sleep(_POLL_SECONDS)
             else:
-                self.thread.join(_POLL_SECONDS)  # a pool's thread outlives the save, whose end its tensors show
+                self.thread.join(_POLL_SECONDS)  # not longer: a pool's thread outlives the save
 
 
 class StagedDict(dict[str, Any]):
-    """The dict that the writer gets: notes the writing thread in the loan, and empties itself there.
+    """Dict for the writer: notes the writing thread in the loan, and empties itself when that thread reads the items.
 
     DCP keeps the dict longer than it writes: in the work item of its thread, and in the traceback of a failure.
     """

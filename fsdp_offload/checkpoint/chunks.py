@@ -39,8 +39,8 @@ Empty ranges may be ``(0, 0)`` or ``(numel, numel)``. Missing if nothing is shar
 MEGATRON_INDEX = "megatron_fsdp_dist_index"
 """Megatron-FSDP's meshes. ``tp_dim`` names the mesh dimension of tensor parallelism, or is ``None``.
 
-The parameter's own mesh has a dimension of that name only if tensor parallelism shards the parameter; its placement is
-that cut. The placements of the other dimensions are nominal."""
+The parameter's own mesh has a dimension of that name only if tensor parallelism shards the parameter; the dimension's
+placement then describes that cut. The placements of the other dimensions are nominal."""
 
 MEGATRON_GROUP = "_mfsdp_parameter_group"
 """In version 2 (``experimental``): the group, or a weak reference to it, whose ``main_weight`` packs whole rows.
@@ -61,7 +61,7 @@ class Cut(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One hyper-rectangle of the global tensor, and where it lies, in elements, in this rank's contiguous buffer."""
+    """One hyper-rectangle of the global tensor, and its place, in elements, in this rank's contiguous buffer."""
 
     offsets: Shape
     sizes: Shape
@@ -129,10 +129,10 @@ def chunks_of(source: Tensor | Sequence[int], flat_range: FlatRange | None = Non
               its parameter group;
             - a DTensor whose local tensor has ``__create_chunk_list__``, as Megatron's uneven DTensors: those chunks;
             - a plain tensor or a global shape: all of it.
-        flat_range: ``(begin, end)`` or a slice: only these elements of that part, counted row by row within it.
+        flat_range: ``(begin, end)`` or a slice: only these elements of the part, counted row by row within the part.
 
     Returns:
-        Chunks in the order of the local buffer. None on a rank outside the mesh. An empty part is one chunk with
+        Chunks in the order of the local buffer; no chunks on a rank outside the mesh. An empty part is one chunk with
         the dimension's size as its offset.
 
     Raises:
@@ -193,17 +193,17 @@ def flat_range_of(part: ShardChunks) -> tuple[int, int] | None:
 
 
 def flat_index(part: ShardChunks, at: Tensor) -> Tensor:
-    """Return where elements ``at`` of the local buffer, by their numbers there, are in the flat global tensor."""
+    """Map the numbers ``at`` of elements in the local buffer to their numbers in the flat global tensor."""
     strides, own = contiguous_strides(part.global_shape), contiguous_strides(part.local_shape)
     is_grid, found = len(part.local_shape) == len(part.global_shape), torch.empty_like(at)
     for chunk in (one for one in part.chunks if one.numel):
         begin, numbers = chunk.local_start, torch.zeros_like(at)
         inside = torch.ones_like(at, dtype=torch.bool) if is_grid else (at >= begin) & (at < begin + chunk.numel)
         for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            if is_grid:  # of rectangles in a buffer that has all of their dimensions
+            if is_grid:  # rectangles in a buffer with all dimensions of the tensor
                 within = at // own[dim] % part.local_shape[dim] - begin // own[dim] % part.local_shape[dim]
                 inside &= (within >= 0) & (within < size)
-            else:  # of stretches that follow each other
+            else:  # rectangles one after the other in a flat buffer
                 within = (at - begin) // chunk.local_strides[dim] % size
             numbers += (within + offset) * strides[dim]
         found = torch.where(inside, numbers, found)
@@ -260,7 +260,7 @@ def _range_in_group(param: Tensor) -> tuple[int, int] | None:
 
 
 def _range_of(part: ShardChunks, flat_range: FlatRange) -> ShardChunks:
-    """Return the part of one rectangle that is in ``flat_range``; no chunks of no chunks."""
+    """Return the elements of ``flat_range`` in a part of one rectangle; a part without chunks is returned unchanged."""
     if len(part.chunks) > 1:
         raise ValueError(f"a flat range is taken of one rectangle, and this part of a tensor has {len(part.chunks)}")
     if isinstance(flat_range, slice):
@@ -290,7 +290,7 @@ def _cut_by(tensor: DTensor, among: Collection[int]) -> ShardChunks:
 
 
 def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
-    """Return the one chunk that Megatron attaches to an uneven DTensor's local tensor; empty ones lie at the end."""
+    """Return the one chunk that Megatron attaches to an uneven DTensor's local tensor; an empty chunk is at the end."""
     local, global_shape = local_shard(tensor), tuple(tensor.shape)
     at_end = (*global_shape[:1], *(0 for _ in global_shape[1:]))
     offsets, sizes = (tuple(said[0].offsets), tuple(said[0].sizes)) if said else (at_end, (0, *global_shape[1:]))
@@ -311,9 +311,9 @@ def _said_chunks(tensor: DTensor, said: Sequence[Any]) -> ShardChunks:
 def cut_chunks(global_shape: Shape, cuts: tuple[Cut, ...]) -> ShardChunks:
     """Return the rectangles that remain of ``global_shape`` after ``cuts``, in order.
 
-    There is one, except for interleaved rows whose parts do not join. An empty part is one chunk without elements whose
-    offset is the dimension's size, as in torch: all empty parts are then the same chunk, and none of them collides with
-    a real one at offset 0.
+    There is one rectangle, or several if interleaved rows do not join. An empty part is one chunk without elements
+    whose offset is the dimension's size, as in torch: all empty parts are then the same chunk, and none of them
+    collides with a real one at offset 0.
     """
     runs_by_dim: list[list[range]] = [[range(size)] if size else [] for size in global_shape]
     for cut in cuts:
@@ -379,7 +379,7 @@ def ragged_chunks(global_shape: Shape, rectangle: Rectangle, begin: int, end: in
 
 
 def _flat_rectangles(sizes: Shape, begin: int, end: int) -> Iterator[Rectangle]:
-    """Yield a head in the first row, whole rows, and a tail in the last; head and tail have one dimension less."""
+    """Yield a head within the first row, whole rows, and a tail within the last; head and tail are cut likewise."""
     if begin == end:
         return
     if not sizes:

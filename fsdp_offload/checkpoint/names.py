@@ -13,7 +13,7 @@ these names, also with prefixes of wrappers:
 
 =============================================  ========================================================================
 ``experts.linear_fc1.weight2``, ``….bias2``    Transformer Engine's ``GroupedLinear``, in any module, as in Megatron's
-                                               ``TEGroupedMLP``; split, with ``_w`` or ``_v`` behind
+                                               ``TEGroupedMLP``; if split, with suffix ``_w`` or ``_v``
 ``experts.local_experts.2.linear_fc1.weight``  Megatron's ``SequentialMLP``
 ``experts.2.up_proj.weight``                   a ``ModuleList`` of experts
 =============================================  ========================================================================
@@ -46,7 +46,7 @@ class SavedByFqn(NamedTuple):
     entries: dict[str, dict[str, Any]]  # of the param group that lists it
 
     def with_names_of(self, known: Iterable[str]) -> "SavedByFqn":
-        """Return the same state dict under ``known`` names where these differ only in wrappers."""
+        """Return the same state dict with each name replaced by the ``known`` name that differs only in wrappers."""
         same, own = by_bare_name(known), [by_bare_name(part) for part in self]
         new: dict[str, str] = {}
         for fqn in itertools.chain(*self):
@@ -160,7 +160,7 @@ class Experts:
 
         Args:
             expert_parallel_rank: Megatron's ``parallel_state.get_expert_model_parallel_rank()``.
-            num_local_experts: on each rank: ``config.num_moe_experts`` over the expert-parallel size.
+            num_local_experts: number on each rank: ``config.num_moe_experts`` divided by the expert-parallel size.
         """
         given = {"expert_parallel_rank": (expert_parallel_rank, 0), "num_local_experts": (num_local_experts, 1)}
         _check_numbers("Experts.of_rank(expert_parallel_rank, num_local_experts)", **given)

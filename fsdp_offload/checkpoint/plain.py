@@ -58,14 +58,14 @@ def seen(optimizer: Optimizer) -> Seen:
 
 
 def refuse_templates(values: Mapping[str, Any], optimizers: Iterable[Optimizer]) -> list[Engine]:
-    """Raise for memory of ``for_load`` that no load has filled; return the engines whose homes are in ``values``.
+    """Raise if ``values`` has memory of ``for_load`` that no load has filled; return the engines whose homes it has.
 
     Args:
         values: the state dict's, by key.
         optimizers: offloaded ones.
 
     Raises:
-        ValueError: ``values`` has such memory.
+        ValueError: ``values`` has memory that no load has filled.
     """
     leaves = [leaf for value in values.values() for leaf in leaves_of(value)]
     empty: list[str] = []
@@ -131,12 +131,12 @@ def to_load_into(optimizer: Optimizer, engine: Unmoved) -> tuple[dict[Tensor, Us
 
 
 def on_device(value: Tensor, *, device: torch.device, copy: bool = False) -> Tensor:
-    """Move the local part of ``value`` to ``device``; with ``copy``, also if it is there."""
+    """Move the local part of ``value`` to ``device``; with ``copy``, copy it even if it is on ``device`` already."""
     return over_local(value, local_shard(value).to(device, copy=copy))
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as ``load_state_dict`` does, with the checks of an offloaded load, without casts, and into copies."""
+    """Load as ``load_state_dict``, with the checks of an offloaded load and without casts; copy the given tensors."""
     engine, offered, _ = seen(optimizer)
     if not engine.conventions.keeps_raw_state:  # its kernels scale tensors on the device
         device = compute_device(params_of(optimizer)[0])

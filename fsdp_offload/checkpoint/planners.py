@@ -111,13 +111,13 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
     on either side. An optimizer's state is a ``state`` next to ``param_groups``, below any prefix.
 
     Entries of param groups that only the checkpoint has (a scheduler's ``initial_lr``) are loaded with the others.
-    Extra keys count if they share their first component with something requested, and if no rank requests them: the
+    An extra key is refused only if it shares its first component with a requested key, and no rank requests it: the
     model alone can be loaded from a checkpoint of model and optimizer, and every pipeline stage its own part.
 
-    :func:`load` removes from the state dict all state of parameters that the checkpoint lists in its groups without
-    state, and a missing ``master_param`` of floating point, which the optimizer rebuilds. A planner alone removes and
-    adds no outermost keys, and refuses the lists of the nested layout, which it cannot read. Other keys that are
-    missing, and may be, keep their values. So do all keys after a refusal.
+    :func:`load` removes from the state dict the state of a parameter that the checkpoint's groups list, but that has no
+    state there; and a missing ``master_param`` of floating point, which the optimizer rebuilds. In ``dcp.load``, a
+    planner removes and adds no outermost keys, and cannot read the group lists of the nested layout: it refuses missing
+    state there. Other missing keys that are allowed keep their values; after a refusal, all keys do.
 
     Args:
         allow_missing: requested keys that may be missing: all of them, or those that match one of several ``fnmatch``
@@ -222,7 +222,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Prepare the user's state dict to be written: all ranks have agreed."""
+        """Prepare the user's state dict for the values that are read next: all ranks have agreed."""
         self.original_state_dict = self._users_state_dict
         for key, sibling in self.added.items():
             container, _ = _place(self._users_state_dict, sibling)
@@ -247,7 +247,7 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Store an object at its place in the state dict; DCP would add a key if one of the path is no string."""
+        """Store an object at its place in the state dict; DCP would add a new key where a key is not a string."""
         container, place = _place(self.original_state_dict, self.mappings[read_item.dest_index.fqn])
         container[place] = torch.load(value, weights_only=False)  # as DCP does: a checkpoint may have any object
 
@@ -261,8 +261,8 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             if lists and self.reader is not None:
                 values: dict[str, Any] = dict.fromkeys(lists, ())
                 with warnings.catch_warnings():
-                    # No collective, on purpose: a few bytes, on every rank. With a copy of the reader, which each load
-                    # sets up.
+                    # Every rank reads these few bytes itself, without a collective; with a copy of the reader, since a
+                    # load sets up its reader anew.
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                     state_dict_loader.load(values, storage_reader=copy.copy(self.reader), no_dist=True)
                 found |= {f"{root}{fqn}" for key, root in lists.items() for fqn in values[key]}
@@ -294,12 +294,12 @@ class LoadPlanner(default_planner.DefaultLoadPlanner):
             and not all(roots.isdisjoint(itertools.accumulate(one.split("."), "{}.{}".format)) for one in (key, bare))
             and not self._may_be_extra(key)
             and not (_is_spare_master(key, entry) and bare.rpartition(".")[0] in parameters)
-            # No rank reads a tensor without elements, so none could be seen to request it; and nothing is lost.
+            # Nor a tensor without elements: no rank reads it, so requests for it cannot be seen, and nothing is lost.
             and not (isinstance(entry, TensorStorageMetadata) and 0 in entry.size)
         ]
 
     def _as_stored(self, key: str, value: Any, entry: object) -> Any:
-        """Return ``value`` or, if state was saved so (Megatron-LM's pull 4623), its memory in one dimension."""
+        """Return ``value``, or its memory in one dimension if the state was saved in one (Megatron-LM's pull 4623)."""
         if not isinstance(value, Tensor) or value.dim() == 1 or ".state." not in f".{key}":
             return value
         shape, memory = (value.numel(),), memory_of(value)
@@ -375,8 +375,8 @@ def load(
     Raises:
         TypeError: ``planner`` is no :class:`LoadPlanner`, or ``state_dict`` no dict.
         ValueError: the checkpoint does not fit, with what differs; nothing has changed on any rank.
-        FileNotFoundError, ...: the type of the error that all ranks have, or RuntimeError, on all of them. The message
-            says of each rank what was wrong, and if something may have changed.
+        FileNotFoundError, ...: one error on all ranks, of the type that the ranks' errors share, else a RuntimeError.
+            The message says what was wrong on each rank, and whether something may have changed.
     """
     check_is(state_dict, dict, "load: expected a dict", "load(state_dict, checkpoint_id=path)")
     _check_where("load", storage_reader, StorageReader, checkpoint_id, process_group)
@@ -408,9 +408,9 @@ class SavePlanner(default_planner.DefaultSavePlanner):
     """A DCP save planner that refuses saves that would be silently wrong.
 
     It refuses, with the keys and before anything is written: DTensors that DCP would write as other parts than they
-    are; different tensors that disjoint meshes have under one key and offset, of which DCP keeps one. The latter are
-    DTensors on meshes that are not all ranks (stacked experts), and plain tensors with dimensions in the state of an
-    optimizer (next to ``param_groups``). Digests (:func:`digest_of`) travel in the plans: no collective is added.
+    are; different tensors that disjoint meshes have under one key and offset, of which DCP keeps one. Compared are
+    DTensors on meshes that do not span all ranks (stacked experts), and plain tensors with dimensions in the state of
+    an optimizer (next to ``param_groups``). Digests (:func:`digest_of`) travel in the plans: no collective is added.
     """
 
     keeps_one_chunk = False  # per tensor and rank, as the writer of safetensors does
@@ -454,7 +454,7 @@ class SavePlanner(default_planner.DefaultSavePlanner):
             for engine in refuse_templates(self.state_dict, offloaded):
                 engine.wait_all_home(may_write=False)  # later steps may have left state on the device
         plan = super().create_local_plan()
-        # Mesh and digest of each chunk that ranks outside of its mesh may offer as well.
+        # Mesh and digest of each chunk that ranks outside of the tensor's mesh may offer as well.
         roots = tuple({found[0] for key in self.state_dict if (found := _group_entry(key)) is not None})
         offers: dict[_Place, tuple[int, bytes]] = {}
         for item in self.plan.items:
@@ -591,7 +591,7 @@ def _uncovered(requested: Mapping[str, Any], items: Iterable[ReadItem]) -> Itera
 
 
 def _told(function: str, error: CheckpointException, storage: Any, path: Any = None) -> BaseException:
-    """Return one error for those of all ranks: of their common type, with each text and the path."""
+    """Return one error for the errors of all ranks, of their common type, with each error's text and the path."""
     if not all(isinstance(cause, Exception) for cause, _ in error.failures.values()):
         return error  # an interrupt stays one
     ranks: dict[str, list[int]] = defaultdict(list)
@@ -628,7 +628,7 @@ def _copied(value: Any) -> Any:
 
 
 def _place(root: Any, path: Sequence[Any]) -> tuple[Any, Any]:
-    """Return the container and the key of the value at ``path``, in which DCP has turned all keys into strings."""
+    """Return the container and the key of the value at ``path``; DCP has turned the keys in ``path`` into strings."""
     container = key = None
     for step in path:
         is_renamed = isinstance(root, Mapping) and step not in root

@@ -8,9 +8,9 @@ back::
     DTensor's three methods for DCP ──▶ ShardTensor's ──▶ views of the local memory: written from, loaded into
 
 The chunks go where the tensor goes (``detach``, ``clone``, ``to``, staging, pickling, pointwise operations); results of
-other operations are plain. Outside a DTensor it saves and cannot be loaded: DCP compares its local shape with the
-global one. ``CheckpointableTensor`` of torch >= 2.14 describes boxes of a local tensor with as many dimensions as the
-global one, which a flat range has not, and a DTensor does not ask its local tensor for it.
+other operations are plain. Outside a DTensor, a ShardTensor can be saved but not loaded: DCP compares its local shape
+with the global one. ``CheckpointableTensor`` of torch >= 2.14 is no substitute: its boxes need a local tensor with as
+many dimensions as the global one, which a flat range lacks, and a DTensor does not ask its local tensor for it.
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ class ShardTensor(Tensor):
     # For DCP (torch/distributed/_checkpointable.py):
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:  # noqa: A002  # torch names it so
-        """Return one item per chunk. ``DTensor`` passes itself as ``object``, whose shape must be the chunks' own."""
+        """Return one item per chunk. ``DTensor`` passes itself as ``object``; it must have the chunks' global shape."""
         global_shape = torch.Size(self.shard_chunks.global_shape)
         if object is not self and object.size() != global_shape:
             raise ValueError(f"{fqn} has shape {object.size()}, but its chunks are those of a tensor of {global_shape}")
@@ -130,7 +130,7 @@ class ShardTensor(Tensor):
         sources = [arg for arg in args if isinstance(arg, ShardTensor)]
         for arg in sources:
             if result is arg.local:  # in place
-                # autograd counts the write only in the wrapper; the version of the memory shows that it was loaded.
+                # autograd counts the write only in the wrapper; a load is seen by the version of the memory.
                 increment_version(arg.local)
                 return arg
         keeps = func.overloadpacket in _KEEP_CHUNKS or torch.Tag.pointwise in func.tags
@@ -195,14 +195,14 @@ def with_parameter_chunks(
     which lose the attributes that describe their flat slices. Other values are returned unchanged.
 
     Args:
-        model: whose parameters they are.
-        state_dict: ``{fqn: value}``. Keys and names may have ``module.`` in front a different number of times, as
-            Megatron's have.
+        model: the model that has the parameters.
+        state_dict: ``{fqn: value}``. Keys and the model's names may begin with ``module.`` a different number of
+            times, as with Megatron.
         experts: gives the keys of local experts their global numbers.
 
     Raises:
-        ValueError: a value is not of the global shape or the local size of its parameter; it is sharded unevenly, and
-            no parameter has its name; experts on a mesh that is not all ranks, and no ``experts``.
+        ValueError: a value has another global shape or local size than its parameter; it is sharded unevenly, and no
+            parameter has its name; experts are on a mesh that does not span all ranks, without ``experts``.
     """
     check_model(model, "with_parameter_chunks(model, state_dict)")
     line = "with_parameter_chunks(model, model.state_dict())"

@@ -6,8 +6,8 @@
     any layout ──────────▶ by FQN ──▶ by parameter ──▶ load_state_dict          set_optimizer_state_dict
 
 Every tensor in a state dict *is* a home in the arena (or a view of it), or the state of a plain optimizer itself:
-saving reads it and loading writes it there. torch's own functions make a hidden step where there is no state, cast and
-move what is loaded, and train from zero after a load that matched nothing.
+saving reads that memory, and loading writes it. The traps of torch's functions: a hidden step if there is no state,
+casts and moves of loaded values, and training from zero after a load that matched nothing.
 """
 
 import warnings
@@ -71,23 +71,23 @@ def get_optimizer_state_dict(
     its own tensors; ``for_load`` allocates those that its first step would create.
 
     Args:
-        model: the model whose parameters they have.
-        optimizer: one optimizer, or several that share the model's parameters among them.
+        model: the model that has the optimizers' parameters.
+        optimizer: one optimizer, or several with different parameters of the model.
         for_load: include the reserved homes of state that does not exist yet (without meaningful content). A fresh
             process passes the result to ``dcp.load``, then to :func:`set_optimizer_state_dict`. Never save it.
         flatten_optimizer_state_dict: ``{"state.{fqn}.{name}": ..., "param_groups.{fqn}.{entry}": ...}`` instead of
-            ``{"state": {fqn: {name: ...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. Independent of the order
-            of the groups, and of which parameters this rank has.
+            ``{"state": {fqn: {name: ...}}, "param_groups": [{"params": [fqn, ...], ...}]}``. The flattened form does
+            not depend on the order of the groups, nor on which parameters this rank has.
         cpu_offload: copy everything, counters included, to ordinary host memory that no later step changes. torch's
-            ``StateDictOptions(cpu_offload=True)`` copies only tensors on the device, and so no home.
+            ``StateDictOptions(cpu_offload=True)`` copies only tensors on the device: homes are not copied.
         fsdp_dtensor: Megatron-LM's ``{"state": {fqn: {name: ...}}, "param_to_group_meta": {fqn: {entry: ...}}}``
             instead, as the ``optimizer`` of its ``fsdp_dtensor`` checkpoints.
         experts: gives local experts their global numbers.
 
     Raises:
-        ValueError: an optimizer has a parameter that the model has not; two layouts at once; copies were asked for to
-            load into; experts on a mesh that is not all ranks, without ``experts`` or nested; plain state of sharded
-            parameters that has the sizes of this rank's parts.
+        ValueError: an optimizer has a parameter that the model does not have; two layouts, or ``cpu_offload`` with
+            ``for_load``; experts on a mesh that does not span all ranks, without ``experts`` or in the nested layout;
+            plain state of sharded parameters that has the sizes of this rank's parts.
         RuntimeError: an exception has left the state half updated. ``for_load`` works all the same.
     """
     choices = {"for_load": for_load, "cpu_offload": cpu_offload, "fsdp_dtensor": fsdp_dtensor}
@@ -133,18 +133,18 @@ def set_optimizer_state_dict(
     """Load a result of :func:`get_optimizer_state_dict`, in any of its layouts, by FQN. Everything is checked first.
 
     State that was loaded in place stays where it is; other tensors are copied into their homes. Parameters may be in
-    other groups than when they were saved, as long as those of one group bring the same hyperparameters. Their names
-    may have ``module.`` in front a different number of times, as those of Megatron's optimizers have, and
-    ``_orig_mod.`` or ``_checkpoint_wrapped_module.`` anywhere. A DTensor with the elements of a parameter in one
-    dimension, of which this rank has just its part, is taken for state of it; so is a plain tensor of the global shape
-    of a sharded parameter, as full state dicts have: each rank copies its part.
+    other groups than when they were saved, if the saved hyperparameters agree within each group. Saved names may begin
+    with ``module.`` a different number of times, as those of Megatron's optimizers do, and have ``_orig_mod.`` or
+    ``_checkpoint_wrapped_module.`` anywhere. State may also be a DTensor of one dimension, with just this rank's
+    elements of the parameter, or a plain tensor of a sharded parameter's global shape, as in full state dicts: each
+    rank copies its part.
 
     Args:
-        model: the model whose parameters they have.
+        model: the model that has the optimizers' parameters.
         optimizer: one optimizer, or several.
         optim_state_dict: not changed.
-        strict: refuse parameters of the optimizer that the state dict does not know, and the other way round. Without
-            it the former keep the state they have, and the latter are ignored.
+        strict: refuse parameters that only the optimizer or only the state dict has. Without ``strict``, parameters
+            that the state dict lacks keep their state, and extra ones in the state dict are ignored.
         experts: as it was given to :func:`get_optimizer_state_dict`.
 
     Raises:
@@ -168,7 +168,7 @@ def set_optimizer_state_dict(
             f"set_optimizer_state_dict: the state dict has parameters that the optimizer has not: {listed(extra)}. Is "
             "it of another model? strict=False ignores them."
         )
-    if len(plans) > 1:  # a single one checks before it changes anything
+    if len(plans) > 1:  # a single optimizer's load checks before it changes anything
         for one, state_dict in plans:
             check_loadable(seen(one).engine, one, state_dict)
     brings_none = not (saved.state or any(seen(one).offered.has_offered for one in optimizers))
@@ -225,9 +225,9 @@ def _as_saved(param: Tensor, state: UserState, *, copies: bool) -> dict[str, Any
 
 
 def _check_whole(states: Mapping[Tensor, UserState], fqns: Mapping[Tensor, str]) -> None:
-    """Raise for plain state with the sizes of this rank's parts: a checkpoint would keep that of one rank.
+    """Raise for plain state with the sizes of this rank's parts: a checkpoint would keep one rank's state only.
 
-    A table that has such a size by chance has another size for other parameters, or the same content. State that
+    A table with such a size by chance passes: it has another size for other parameters, or the same content. State that
     depends on the part in another way (a scale per 2,048 elements) is found by ``save``, which compares the ranks.
     """
     plain: dict[Any, list[tuple[str, Tensor, bool]]] = defaultdict(list)
@@ -260,13 +260,13 @@ def _copied(value: Any) -> Any:
 def _as_loaded(param: Tensor, value: Tensor, kept: object, *, is_full: bool) -> Tensor:
     """Return ``value`` over plain local memory, as the optimizer keeps it. ``is_full``: it may have all elements."""
     if not is_dtensor(value):
-        if isinstance(kept, Tensor):  # existing state decides: if plain, it is no part
+        if isinstance(kept, Tensor):  # existing state decides: if it is plain, this rank keeps all elements
             is_full = is_dtensor(kept)
         if not (is_full and is_dtensor(param) and value.dim() > 0):
             return value
         if value.shape != (part := chunks_of(param)).global_shape:
             return value
-        local = value.new_empty(part.local_shape)  # of all elements, this rank's part
+        local = value.new_empty(part.local_shape)  # this rank's part of ``value``
         for chunk in part.chunks:
             chunk.in_local(local).copy_(chunk.in_global(value))
         return over_local(param, local.view(local_shard(param).shape))
@@ -367,7 +367,7 @@ def _loaded(optimizer: Optimizer, fqns: Mapping[Tensor, str], saved: SavedByFqn)
     for param in params_of(optimizer):
         fqn, state = fqns[param], entries.get(param)
         given = saved.state.get(fqn, {})
-        # Values without elements on this rank have a mark of our planner, as they show no write.
+        # A write does not show in values without elements on this rank: LoadPlanner marks whether it left them out.
         filled = {name: not states.is_untouched(value) for name, value in given.items() if address_of(value)}
         filled |= {n: not vars(v).pop(LEFT) for n, v in given.items() if isinstance(v, Tensor) and LEFT in vars(v)}
         is_given = fqn in saved.entries or fqn in saved.state  # without strict, groups may be left out

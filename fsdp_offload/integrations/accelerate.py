@@ -40,7 +40,7 @@ def prepare(
 
     Args:
         accelerator: yours.
-        objects: as for ``accelerator.prepare``; the model of the optimizers, if there is more than one, goes first.
+        objects: as for ``accelerator.prepare``; of several models, the one that the optimizers train goes first.
         policy: a policy, or its fields as plain values.
         options: as for ``accelerator.prepare``, such as ``device_placement``.
     """
@@ -68,8 +68,8 @@ def prepare(
 def _check_together(accelerator: Accelerator, objects: Iterable[Any]) -> None:
     """Raise for an optimizer whose parameters accelerate would lose; otherwise warn if none of them is the model's.
 
-    With FSDP2, accelerate exchanges the parameters of one model, and finds those of optimizers by their memory.
-    Otherwise an optimizer may have any parameters, such as those of a loss.
+    With FSDP2, accelerate exchanges the parameters of one model, and finds them in the optimizers by their memory.
+    Without FSDP2, an optimizer may have any parameters, such as those of a loss.
     """
     models = [one for one in objects if isinstance(one, nn.Module)]
     optimizers = [one for one in objects if isinstance(one, Optimizer)]

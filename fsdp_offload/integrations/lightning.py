@@ -37,7 +37,7 @@ class OffloadCallback(Callback):
 
     Args:
         policy: a policy, or its fields as plain values; ``FSDP_OFFLOAD_...`` variables fill in the rest.
-        log_metrics: log bytes by place and times of the last step wherever ``Trainer`` logs, and wait for it there.
+        log_metrics: whenever ``Trainer`` logs, wait for the last step, and log bytes by place and times of that step.
     """
 
     def __init__(self, policy: OffloadPolicy | Mapping[str, Any] | None = None, *, log_metrics: bool = False) -> None:
@@ -87,7 +87,7 @@ def _clip(optimizer: Optimizer, clip_val: float, *options: Any) -> Any:
 
 
 def _clip_in_place_of(owner: Any, name: str, clip: Callable[..., Any]) -> None:
-    """Replace a method of Lightning by one that clips an offloaded optimizer, its first or second argument."""
+    """Let a method of Lightning clip offloaded optimizers by ``clip``; the optimizer is first, or behind a module."""
     theirs = getattr(owner, name)
 
     @functools.wraps(theirs)

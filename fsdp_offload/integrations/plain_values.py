@@ -25,7 +25,7 @@ def policy_from(values: OffloadPolicy | Mapping[str, Any] | None = None) -> Offl
     unchanged.
 
     Raises:
-        TypeError, ValueError: there is no field of that name, here or in the environment, or it has another value.
+        TypeError, ValueError: a field, in ``values`` or the environment, is unknown, or does not accept its value.
     """
     if not isinstance(values, Mapping | None):
         return as_policy(values)
@@ -79,7 +79,7 @@ def metrics_of(optimizer: Optimizer, prefix: str = "offload/") -> dict[str, floa
 
 
 def metrics_of_each(optimizers: Sequence[Optimizer], numbered: str) -> dict[str, float]:
-    """Return the metrics of several optimizers, with their numbers in the prefix; without for a single one."""
+    """Return the metrics of several optimizers, with each one's number in the prefix; a single one has no number."""
     line = 'metrics_of_each([optimizer], "optimizer{}/")'
     check_is(optimizers, list | tuple, "metrics_of_each: expected a list of optimizers", line)
     if "{}" not in str(numbered):

@@ -8,8 +8,8 @@
     # With --checkpoint.async_mode async: nothing is copied but the model.
     save_from_arena(trainer.checkpointer)
 
-Fields of the policy are options then: ``--optimizer.offload.overlap iteration``. ``CheckpointManager`` works in all of
-its modes, without the second line too. Trainers clip an offloaded container by this package's function.
+Fields of the policy are then options: ``--optimizer.offload.overlap iteration``. Without ``save_from_arena``,
+``CheckpointManager`` works in all of its modes, too. Trainers clip an offloaded container by this package's function.
 """
 
 import functools
@@ -58,7 +58,7 @@ def offloaded(
     """Return ``config`` for a container that offloads.
 
     Raises:
-        TypeError: it is for a container of your own; call :func:`offload_container` at the end of its ``__init__``.
+        TypeError: ``config`` is of a container of your own: call :func:`offload_container` at its ``__init__``'s end.
     """
     if type(config) not in (OptimizersContainer.Config, OffloadedOptimizers.Config):
         raise TypeError(
@@ -86,7 +86,7 @@ def offload_container(
             _clipped.add(optimizer)
             attached(optimizer).undo.append(functools.partial(_clip_no_longer, weakref.ref(optimizer)))
     _containers.add(container)
-    titan.clip_grad_norm_ = _clip  # trainers look it up in their module, and have no other hook
+    titan.clip_grad_norm_ = _clip  # trainers look the function up in this module, and have no other hook
     return container
 
 
@@ -111,7 +111,7 @@ def _clip(
     ep_enabled: bool = False,
     **options: Any,
 ) -> Any:
-    """Clip offloaded containers by our function; pipeline stages, and experts on the others' mesh, by torchtitan's."""
+    """Clip offloaded containers by our function; by torchtitan's with a pipeline, or if experts have no own mesh."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     trained = {param for param in given if param.requires_grad}
     meshes = {param.device_mesh for param in trained if isinstance(param, DTensor) and param.grad is not None}

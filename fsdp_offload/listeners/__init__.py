@@ -1,4 +1,4 @@
-"""Weights for an engine while training runs, the changed ones or all of them; steps that outlive a killed process."""
+"""Hand weights, changed ones or all, to an engine during training; keep steps that outlive a killed process."""
 
 from .deltas import WeightDelta, WeightDeltas, weight_deltas
 from .folder import newest_commit

@@ -1,4 +1,4 @@
-"""One commit: the homes that it reads, and a record of what is small enough to be copied in each step."""
+"""One commit: the homes that it reads, and a record of values that are small enough to be copied in each step."""
 
 import pickle
 from collections import defaultdict
@@ -18,7 +18,7 @@ from ..state.shard import Reader, ShardHome
 
 Record = dict[str, Any]
 _Memory = tuple[bool, torch.dtype]
-"""Tells which tensors are copied, and written, as one: whether they lie on the device, and their dtype."""
+"""Key of tensors that are copied and written as one: whether they lie on the device, and their dtype."""
 
 
 class AtHome:
@@ -30,7 +30,7 @@ AT_HOME = AtHome()
 
 @dataclass(frozen=True)
 class _Small:
-    """Stands in a record for another tensor: its elements among those that are alike."""
+    """Stands in a record for a tensor without a home: its range in the tensor that joins all of one ``memory``."""
 
     memory: _Memory
     begin: int
@@ -39,15 +39,15 @@ class _Small:
 
 @dataclass(eq=False)
 class Commit(Reader):
-    """A reader of its homes until a later commit has been written.
+    """One commit: it reads its homes until a later commit has been written.
 
     Attributes:
-        number: that of its record.
-        which: the file that has its parameters of the device.
-        homes, seen: its homes, and their versions with those of parameters on the device, when it was made.
-        before: number of the commit that all ranks have once its stores have ended.
+        number: number of its record.
+        which: file (0 or 1) with the parameters that stay on the device.
+        homes, seen: its homes; the versions that they and the parameters on the device had when it was made.
+        before: number of the commit that all ranks have once the stores of this one have ended.
         give_up: deletes all commits.
-        record: what is written; empty behind that.
+        record: contents to write; emptied once they are written.
         written: ends when the record is written.
     """
 
@@ -66,7 +66,7 @@ class Commit(Reader):
         return not self.is_over
 
     def wait(self) -> None:
-        """Give the homes up: a load, or other code, is about to write them between two steps."""
+        """Delete all commits: a load, or other code, is about to write the homes between two steps."""
         if not self.is_over:
             self.give_up()
 
@@ -74,7 +74,7 @@ class Commit(Reader):
 def record_of(tree: Record, core: Core) -> Record:
     """Pickle ``tree`` with stand-ins for its tensors; copy the tensors to the host.
 
-    Those on the device are copied in the lane of stores: the record is complete once they have run.
+    Tensors on the device are copied in the lane of stores: the record is complete once these copies have run.
     """
     found, spec = tree_flatten(tree)
     device, store = core.cache.device, core.lanes.store
@@ -105,7 +105,7 @@ def record_of(tree: Record, core: Core) -> Record:
         else:
             copy()
     with store.running() if any(isinstance(one, Tensor) for one in found) else nullcontext():
-        pickled = pickle.dumps(tree_unflatten(found, spec))  # few objects: torch.save is slow with many
+        pickled = pickle.dumps(tree_unflatten(found, spec))  # one object for torch.save, which is slow with many
     return {"tree": pickled, "small": homes}
 
 
@@ -113,7 +113,7 @@ def tree_of(record: Record, device: torch.device) -> Record:
     """Return the tree that :func:`record_of` was given, with new tensors where they were, on ``device`` or the host."""
     homes: dict[_Memory, Tensor] = record["small"]
 
-    @cache  # what were one tensor, such as the learning rate of two groups, are one again
+    @cache  # one tensor again for places that shared one, such as the learning rate of two groups
     def tensor(one: _Small) -> Tensor:
         values = homes[one.memory][one.begin :][: one.shape.numel()].view(one.shape)
         return values.to(device if one.memory[0] else "cpu", copy=True)

@@ -35,7 +35,7 @@ from ..state.layout import params_of
 from .rows import PIECE_NUMEL, ROW, Sums, compare, gather, merge, positions, rows_of, sums
 
 DENSE_ABOVE = 1 / 4
-"""The changed share of a shard above which all of it is handed out."""
+"""Share of changed elements above which the whole shard is handed out."""
 
 _DENSE_NUMEL = 1 << 22
 """Elements in one delta of a shard that is handed out whole."""
@@ -70,13 +70,13 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Batch:
-    """Pieces that are used in one dtype and compared in one go: at most ``PIECE_NUMEL`` elements."""
+    """Pieces that forwards use in one dtype, and that are compared together: at most ``PIECE_NUMEL`` elements."""
 
     pieces: list[Piece] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
 
     def copy(self) -> Tensor:
-        """Copy them into rows as they are now, in the current stream."""
+        """Copy the present values of the pieces into rows, in the current stream."""
         rows, like = sum(map(rows_of, self.numels)), self.pieces[0]
         made = torch.empty(rows, ROW, dtype=like.dtype, device=like.flat.device)
         return gather([piece.flat for piece in self.pieces], made)
@@ -112,7 +112,7 @@ class _Step:
 
     def _compare(self, batch: Batch, before: Tensor) -> None:
         homes = self._recorder.store(compare(before, [piece.flat for piece in batch.pieces]))
-        batch.pieces = [piece._replace(flat=homes[0][:0]) for piece in batch.pieces]  # places go to others
+        batch.pieces = [piece._replace(flat=homes[0][:0]) for piece in batch.pieces]  # other items may get the places
         self._records.append((batch, homes[0], homes[1]))
 
     def committed(self) -> None:
@@ -125,8 +125,8 @@ class _Shard:
 
     Attributes:
         sums: by the first element of each piece, its end and its sums after the last update.
-        bits: by the first element of a piece, a bit per element, set if it has changed since the last iteration over
-            deltas. It is the memory to which an update has stored them, so that a single step needs no copy.
+        bits: by the first element of a piece, a bit per element, set if the element has changed since the last
+            iteration over deltas; in the memory to which an update stored them, so that a single step needs no copy.
         is_dense: other code has written the shard.
     """
 
@@ -136,7 +136,7 @@ class _Shard:
 
 
 class _Recorder:
-    """The listener: what has changed and has not been handed out. It has no reference to the optimizer."""
+    """The engine's listener: records changes that are yet to be handed out. It does not refer to the optimizer."""
 
     stores_kept = False
 
@@ -152,7 +152,7 @@ class _Recorder:
         return _Step(self)
 
     def before_reduction(self) -> None:
-        """Do nothing: what has changed is compared in each update."""
+        """Do nothing: each update compares the weights itself."""
 
     def cut(self, param: Tensor, start: int, flat: Tensor) -> list[Piece]:
         """Cut ``flat``, elements of a shard from ``start`` on, into pieces."""
@@ -161,9 +161,9 @@ class _Recorder:
         return [Piece(param, at, at + len(part), dtype, part) for at, part in zip(starts, parts, strict=False)]
 
     def store(self, found: Sequence[Tensor]) -> list[Tensor]:
-        """Copy tensors that the current stream has made to the host, in a lane in which nothing of a step waits.
+        """Copy tensors that the current stream has made to the host, in a lane for which no part of a step waits.
 
-        In the update's lane, the next update would wait until the copy engine is done with stores of others.
+        In the update's lane, the next update would wait until the copy engine is done with other stores.
         """
         lanes, down = self._lanes, self._lanes.down
         pin = found[0].device.type != "cpu" and self._pins
@@ -171,18 +171,18 @@ class _Recorder:
         lanes.made([*found, *homes], here := lanes.here())
         down.wait(here.mark())  # R3: it has made them
         down.copy([*zip(homes, found, strict=True)])
-        self._stored.append((down.mark(), found))  # R2: kept until they are copied, as other memory of their stream is
+        self._stored.append((down.mark(), found))  # R2: kept until they are copied, like other memory of their stream
         while self._stored and self._stored[0][0].is_passed():
             self._stored.popleft()
         return homes
 
     def add(self, records: list[tuple[Batch, Tensor, Tensor]]) -> None:
-        """Add what a step that is complete has recorded, in a thread, once that is on the host."""
+        """Merge the records of a complete step, in a thread, once they are on the host."""
         self.wait_merged()
         self._merging = self._thread.submit(self._merge, records, self._lanes.down.mark())
 
     def wait_merged(self) -> None:
-        """Wait for what the last step has recorded, and keep what went wrong: that step is complete."""
+        """Wait until the last step's records are merged; keep an error for the next read, as the step is complete."""
         merging, self._merging = self._merging, None
         try:
             if merging is not None:
@@ -202,12 +202,12 @@ class _Recorder:
                     merge(shard.bits[start], part)
                 elif not shard.is_dense:
                     shard.bits[start] = part
-                # Last: behind an exception in between, all elements are handed out.
+                # Last: after an exception above, the sums differ, and all elements are handed out.
                 shard.sums[start] = piece.stop, Sums(*new)
 
 
 class WeightDeltas:
-    """Has what has changed in the weights of one optimizer since it was last iterated over; ends with ``close()``."""
+    """Iterates over the weights of one optimizer that have changed since the last iteration, until ``close()``."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine, names: dict[Tensor, str], recorder: _Recorder) -> None:
         self._optimizer, self._engine = weakref.ref(optimizer), weakref.ref(engine)
@@ -215,16 +215,16 @@ class WeightDeltas:
         with engine.between_steps():
             recorder.shards = {param: _Shard(its) for param, (_, its) in self._measure(engine).items()}
             engine.contents.listeners.append(recorder)
-        self.close = weakref.finalize(self, _leave, weakref.ref(engine), recorder)  # also when this is dropped
+        self.close = weakref.finalize(self, _leave, weakref.ref(engine), recorder)  # also when this object is dropped
         self.close.atexit = False
 
     def forget(self) -> None:
-        """Hand out all weights the next time: those that were handed out last have not arrived."""
+        """Hand out all weights the next time. Call it if the last deltas have not arrived."""
         for shard in [*self._recorder.shards.values()]:  # a merge may add some, which are dense
             shard.is_dense = True
 
     def __iter__(self) -> Iterator[WeightDelta]:
-        """Read what has changed, at once, between two steps, and hand it out; what the caller leaves is gone.
+        """Read all changes at once, between two steps, and hand them out; those that the caller leaves are lost.
 
         Raises:
             RuntimeError: the backward has updated, and ``step()`` has not been called; an exception has left weights
@@ -244,7 +244,7 @@ class WeightDeltas:
         raise TypeError("WeightDeltas listens to an optimizer of this process. Iterate over it here, send the deltas.")
 
     def _take(self, engine: Engine) -> list[tuple[Tensor, Tensor | None, Tensor]]:
-        """List parameters that have changed: the elements that have, ``None`` being all, and their values."""
+        """List the changed parameters, each with the indices of changed elements (``None``: all) and their values."""
         recorder, present = self._recorder, self._measure(engine)
         recorder.wait_merged()
         problem, recorder.problem = recorder.problem, None
@@ -276,7 +276,7 @@ class WeightDeltas:
                 yield WeightDelta(name, flat_index(part, numbers), some, dense=True)
 
     def _measure(self, engine: Engine) -> dict[Tensor, tuple[list[Piece], dict[int, tuple[int, Sums]]]]:
-        """Sum all shards as they are now, behind all updates."""
+        """Return the pieces of all shards, and the sums of each piece after all updates so far."""
         engine.check_usable("weight_deltas")
         optimizer, cut = self._optimizer(), self._recorder.cut
         params = params_of(optimizer) if optimizer is not None else []
@@ -325,7 +325,7 @@ def _leave(engine: "weakref.ref[Engine]", recorder: _Recorder) -> None:
 
 
 def wait_parameters_home(engine: Engine) -> None:
-    """Block the host until parameters that stream are at home, as new as the last update."""
+    """Block the host until the homes of streamed parameters have the values of the last update."""
     items = [*engine.weights.items.values()]
     engine.core.cache.flush(items)
     for item in items:
@@ -357,13 +357,13 @@ def weight_deltas(optimizer: Optimizer) -> WeightDeltas:
             send(name, indices, values)           # whole[name].view(-1)[indices] = values
 
     Weights are compared as forwards use them: in ``MixedPrecisionPolicy.param_dtype``, else in their own dtype. Each
-    rank hands out what has changed in its shards of this optimizer's parameters, replicas the same. No collective. What
-    has changed and changed back is handed out, too, with its present value.
+    rank hands out the changes in its shards of this optimizer's parameters; replicas hand out the same. No collective.
+    Elements that changed and changed back are handed out, too, with their present value.
 
     Raises:
-        TypeError: it is no optimizer, and holds none.
+        TypeError: ``optimizer`` is no optimizer and holds none.
         RuntimeError: it is not offloaded, or the backward has updated and ``step()`` was not called.
-        ValueError: its updates cannot be listened to; says why, and what to do.
+        ValueError: updates of this optimizer cannot be compared; says why, and what to do.
     """
     first, *others = optimizers_in(optimizer, "weight_deltas")
     attachment, kind = attachment_of(first), type(first).__name__

@@ -3,8 +3,8 @@
 ::
 
     folder/rank-00000/layout.json              names, shapes, offsets and versions that must be the same again
-                      state-1-0, state-1-1     homes of an arena, and their spare homes
-                      commit-00000041          which of the two hold commit 41, and all that is small
+                      homes-1-0, homes-1-1     homes of an arena, and their spare homes; device-0, -1: other parameters
+                      commit-00000041          which of the two files commit 41 is in, and all small values
                       lock                     held by the process that trains
 """
 
@@ -28,10 +28,10 @@ _held: set[Path] = set()
 def newest_commit(folder: str | os.PathLike[str]) -> int | None:
     """Return the number of the newest commit that all ranks of this host have in ``folder``; ``None`` without one.
 
-    With ranks on several hosts, whose folders are their own, :func:`recover` wants the smallest number of all hosts.
+    With ranks on several hosts, each with its own folder, give :func:`recover` the smallest number of all hosts.
 
     Raises:
-        RuntimeError: there are commits, and more or fewer ranks than have made them.
+        RuntimeError: there are commits, and folders of more or fewer ranks than made them.
     """
     ranks = [RankFolder(path) for path in Path(folder).glob("rank-*")]
     layouts = [one.layout() for one in ranks]
@@ -48,7 +48,7 @@ def newest_commit(folder: str | os.PathLike[str]) -> int | None:
 
 
 class RankFolder:
-    """The part of one rank."""
+    """The folder of one rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,12 +69,12 @@ class RankFolder:
     # For the process that trains --------------------------------------------------------------------------------------
 
     def hold(self, ranks: int) -> None:
-        """Make the folder of one of ``ranks`` if there is none, and hold it until this process ends.
+        """Make this rank's folder, one of ``ranks``, if there is none; lock it until :meth:`leave` or the process ends.
 
         Raises:
-            ValueError: it does not lie in memory.
-            RuntimeError: another process, or another optimizer of this one, holds it; or another user owns it; or there
-                are folders of more ranks.
+            ValueError: the folder is not in memory.
+            RuntimeError: another process, or another optimizer of this one, has locked it; or another user owns it; or
+                there are folders of more ranks.
         """
         names = {path.name for path in self.path.parent.glob("rank-*")}
         if more := sorted(names - {f"rank-{rank:05d}" for rank in range(ranks)}):
@@ -109,7 +109,7 @@ class RankFolder:
         _held.add(where)
 
     def leave(self, *, deletes: bool) -> None:
-        """Let go of the folder, and delete all in it if it ``deletes``; homes that are mapped stay until they go."""
+        """Unlock the folder; with ``deletes``, delete it and its files. Mapped homes stay until they are unmapped."""
         if self._lock is not None:
             if deletes:
                 self.clear()
@@ -131,7 +131,7 @@ class RankFolder:
             path.write_text(json.dumps(layout))
 
     def write(self, number: int, record: object) -> None:
-        """Write a commit: all of it is there, or nothing."""
+        """Write a commit atomically: its file has its name only when it is complete."""
         with self._writing(f"commit-{number:08d}") as path:
             torch.save(record, path)
 
@@ -154,18 +154,18 @@ class RankFolder:
 
     @contextmanager
     def file(self, name: str, nbytes: int, *, makes: bool) -> Iterator[int]:
-        """Open a file of ``nbytes`` for the block; make it first, all zeros, if it ``makes`` it.
+        """Open a file of ``nbytes`` for the block; with ``makes``, create the file first, all zeros.
 
         Raises:
-            FileNotFoundError: it does not make it, and there is none.
-            ValueError: the one that is there is of another size.
-            MemoryError: the block has found no room for it.
+            FileNotFoundError: without ``makes``: there is no such file.
+            ValueError: without ``makes``: the file has another size.
+            MemoryError: the block found no room for the file's bytes.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if makes else 0)
         descriptor = os.open(self.path / name, flags, 0o600)
         try:
             if makes:
-                os.ftruncate(descriptor, nbytes)  # its pages are made by many threads, where it is mapped
+                os.ftruncate(descriptor, nbytes)  # the file's pages are made where it is mapped, by many threads
             elif (there_bytes := os.fstat(descriptor).st_size) != nbytes:
                 raise ValueError(
                     f"{self.path / name} has {there_bytes} bytes, not {nbytes}: it is not what was written."

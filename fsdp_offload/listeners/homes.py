@@ -1,7 +1,7 @@
 """Weights straight from their homes: no device memory, no collective, one consistent set while training runs.
 
 A loop over :func:`weights` reads homes as the writer of an asynchronous save does (R4): the updates of the next step go
-to spare homes, and where there are none, or these are read as well, training waits for the end of the loop.
+to spare homes; without a spare home that is free, training waits for the end of the loop.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ class _Reading(Reader):
         return not self._over.is_set() and self.thread.is_alive()
 
     def check_step(self) -> None:
-        """Refuse a step of the thread that reads before it changes anything, unless all it updates has spare homes."""
+        """Raise if the thread of this loop begins a step, and some parameter that it updates has no free spare home."""
         if any(part.spare is None or part.spare.is_read() for part in self._updated):
             self._check_other_thread()
 
@@ -60,7 +60,7 @@ class _Reading(Reader):
             )
 
     def wait(self) -> None:
-        """Block the thread that trains; a RuntimeError if it is the one that reads."""
+        """Block the thread that trains until the loop ends; raise a RuntimeError if the loop runs in that thread."""
         self._check_other_thread()
         begin, warned = time.perf_counter(), False
         while self.is_reading():
@@ -77,7 +77,7 @@ class _Reading(Reader):
 
 
 def _over_memory_of(home: Tensor, handed: "list[weakref.ref[Any]]") -> Tensor:
-    """Another tensor over a home, with a storage of its own; ``handed`` gets what is gone with all views of it."""
+    """Make a tensor over a home, with its own storage; ``handed`` gets a weak reference, dead once no view is left."""
     if not home.numel():
         return home.detach()
     memory = (ctypes.c_ubyte * home.nbytes).from_address(home.data_ptr())
@@ -95,15 +95,15 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights(model):  # in any thread, also while it trains
             send(name, tensor.to_local())    # this rank's shard, on the host
 
-    All are weights of one step: the last that had ended when the loop began, which waits for the end of a step under
-    way. Tensors are of the parameter's type, a DTensor of its mesh and placements, and dtype; do not write them. They
-    are true until the loop ends: copy what you keep. (Of a module with one or two parameters, they are copies.)
+    All weights are of one step: the last one that has ended when the loop begins. The loop first waits for a step under
+    way. Tensors have the parameter's dtype and type (for a DTensor, its mesh and placements); do not write them. They
+    are valid until the loop ends: copy what you keep. (A module with one or two parameters gives copies.)
 
     Training continues meanwhile. Its next updates go to spare homes, within ``OffloadPolicy.snapshot_bytes``; without
-    them, training waits for the loop, and the log (``INFO``) says how long. Buffers are not parameters.
+    spare homes, training waits for the loop, and the log (``INFO``) says how long. Buffers are not handed out.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: ``model`` is no module.
         ValueError: some of its parameters have no home.
         RuntimeError: weights are half updated; several optimizers train the model, and not all have made their step,
             or the thread does not train; as the loop ends, other code has written parameters in place, or the caller
@@ -156,7 +156,7 @@ def _loop(named: dict[Part, tuple[str, Engine]]) -> Iterator[tuple[str, Tensor]]
                 stack.enter_context(engine.between_steps())
                 engine.check_usable("weights(model)")
                 wait_parameters_home(engine)
-            # By engine, whether gradients that it updates with were reduced since its last step() or zero_grad().
+            # Of each engine: were any of its gradients reduced since its last step() or zero_grad()?
             waiting = {any(map(engine.core.of_group.get, engine.core.reductions.counts)) for engine in of_engine}
             if len(waiting) > 1:
                 raise RuntimeError(
@@ -169,7 +169,7 @@ def _loop(named: dict[Part, tuple[str, Engine]]) -> Iterator[tuple[str, Tensor]]
             for reading, (engine, parts) in zip(readings, of_engine.items(), strict=True):
                 engine.lending.lend(reading, [homes[part] for part in parts])
         handed: list[weakref.ref[Any]] = []
-        few = len(named) <= _STILL_HELD  # a dict of so few cannot be told from a loop that has ended
+        few = len(named) <= _STILL_HELD  # a caller that keeps so few tensors looks like a loop that has ended
         for part, (name, _) in named.items():
             local = homes[part].weights
             assert local is not None, "the home of a parameter"

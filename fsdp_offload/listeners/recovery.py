@@ -1,12 +1,12 @@
-"""Every step a checkpoint: homes lie in files in memory, which outlive a killed process, and a record says which hold.
+"""Make every step a checkpoint: homes are files in memory, which outlive a killed process; a record names valid ones.
 
 ::
 
     commit 41 ─▶ its homes count as read (R4): updates of the next step go to the spare homes
-        └─▶ its stores have ended ─▶ record 41 is written ─▶ the homes of commit 40 are free, once all ranks are here:
-                                                             none reduces a gradient of the next step before
+        └─▶ its stores have ended ─▶ record 41 is written ─▶ the homes of commit 40 are free once all ranks are here:
+                                                             no rank reduces a gradient of the next step earlier
 
-So each rank has the homes of the newest commit that all ranks have, wherever each of them is killed.
+So each rank has the homes of the newest commit that all ranks have, no matter when a rank is killed.
 """
 
 import logging
@@ -54,7 +54,7 @@ from .folder import RankFolder, free_bytes_at, newest_commit
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Version of what the files hold, and where."""
+"""Version of the files' contents and layout."""
 
 
 class Recoverable:
@@ -62,8 +62,8 @@ class Recoverable:
 
     Attributes:
         commits: number of the last commit, counted over all processes that have trained in the folder.
-        extra: what that commit was given, in a process that has recovered it; else ``None``.
-        is_left: it was closed, and what was committed is kept: no step may write the homes any more.
+        extra: in a process that has recovered, the ``extra`` of the recovered commit; else ``None``.
+        is_left: closed without deleting the commits: no step may write the homes any more.
     """
 
     stores_kept = True
@@ -77,8 +77,8 @@ class Recoverable:
         self._pending: Commit | None = None
         self._newest: Commit | None = None
         self._before = 0  # number of the newest commit when the last step began
-        self._watches = False  # from a commit until the next step begins
-        self._has_reduced = False  # in this process, so that all ranks are here
+        self._watches = False  # from a commit until the next reduction or step
+        self._has_reduced = False  # gradients were reduced in this process: all ranks have begun
         self.is_left = False
         known = {*params_of(optimizer), *engine.weights.parts}
         theirs = {} if self._model is None else parameters_of(self._model() or nn.Module())
@@ -99,7 +99,7 @@ class Recoverable:
     # The memory -------------------------------------------------------------------------------------------------------
 
     def move(self, engine: Engine, optimizer: Optimizer, *, copies: bool) -> None:
-        """Move all homes into the files; without ``copies``, the files hold them already."""
+        """Move all homes into the files; without ``copies``, the files have the contents already."""
         states = states_of(optimizer).unwaited
 
         def region(name: str, nbytes: int, breaks: Sequence[int]) -> Region:
@@ -114,8 +114,8 @@ class Recoverable:
             engine.failure = f"moving its homes into {self.folder.path} did not come to its end"
             arena.move_to(taken, states.get, copies=copies)
             for home in _item_homes(engine):
-                home.follow(anew=True)  # the old memory is free then
-            if copies:  # else other values are there
+                home.follow(anew=True)  # frees the old memory
+            if copies:  # else the homes have other values until go_on() ends
                 engine.failure = ""
             arena.take_spare(partial(region, f"homes-{number}-1"))
         if self._places.nbytes:
@@ -123,7 +123,7 @@ class Recoverable:
             self._files = [region(name, self._places.nbytes, self._places.breaks) for name in both]
 
     def layout(self, engine: Engine, optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-        """Describe what must be the same for a recovery, as JSON has it."""
+        """Describe, in types of JSON, all that must be equal for a recovery."""
         names = {param: canonical_fqn(model, name) for param, name in parameters_of(model).items()}
         described: dict[str, Any] = {
             "version": [_FORMAT, torch.__version__],
@@ -141,11 +141,11 @@ class Recoverable:
         return described | {"on the device": list(self._offsets.values())}
 
     def _of_device(self, param: Tensor, which: int) -> Tensor:
-        """Return the bytes of a parameter that stays on the device, in one of the two files: flat, uint8."""
+        """Return the bytes of a parameter that stays on the device, in file ``which``: flat, uint8."""
         return self._files[which].bytes[self._offsets[param] :][: local_shard(param).nbytes]
 
     def _store_parameters(self, core: Core, which: int) -> None:
-        """Copy the parameters on the device to a file: all, as versions do not tell writes through ``.data``."""
+        """Copy all parameters on the device to file ``which``: their versions miss writes through ``.data``."""
         copies = [
             (self._of_device(one, which), local_shard(one).detach().reshape(-1).view(torch.uint8))
             for one in self._on_device
@@ -163,13 +163,13 @@ class Recoverable:
     # Commits ----------------------------------------------------------------------------------------------------------
 
     def commit(self, extra: object = None) -> None:
-        """Make the last step the one that a recovery finds, once its stores have ended; do not wait for them.
+        """Commit the last step: a recovery finds it once its stores have ended. Does not wait for the stores.
 
-        Call it between ``step()`` and the next backward, behind all that belongs to the step: the scheduler, a write to
-        weights or state. After a later write, call it again before the backward. A step may stay without a commit.
+        Call it between ``step()`` and the next backward, after all that belongs to the step: the scheduler, a write to
+        weights or state. After a later write, call it again before the backward. Not every step needs a commit.
 
         Args:
-            extra: what the loop needs to go on: states of schedulers and of the data, random states. It is pickled.
+            extra: all else that the loop needs to continue: states of schedulers, data and generators. It is pickled.
 
         Raises:
             RuntimeError: the backward has updated and ``step()`` was not called; an exception has left weights half
@@ -187,7 +187,7 @@ class Recoverable:
                 "commit(): the model that was given is gone, with its buffers. Give the one that is kept."
             )
         if not self._has_reduced:
-            # Another rank may still have a commit of this number, of the process before.
+            # Another rank may still have a commit with this number from the previous process.
             raise RuntimeError("commit() before the first step: there is nothing to go on from.")
         asleep = [
             one for one in self._on_device if (it := local_shard(one)).numel() and not it.untyped_storage().nbytes()
@@ -208,7 +208,7 @@ class Recoverable:
         has_begun = last is None or last.number == self._before
         which = 0 if last is None else last.which ^ has_begun
         if last is not None:
-            # Homes that both share, as no step has begun or they had no gradient, may have been written since.
+            # Both commits share homes that no step has left (no step, or no gradient); the loop may have written them.
             there = set(homes)
             both = zip(last.homes, last.seen, strict=False)
             if not has_begun or any(one in there and versions_of([one]) != version for one, version in both):
@@ -217,7 +217,7 @@ class Recoverable:
         self._store_parameters(core, which)
         groups = [{name: value for name, value in one.items() if name != "params"} for one in optimizer.param_groups]
         others = {key: value for key, value in dict[Any, Any].items(optimizer.state) if not isinstance(key, Tensor)}
-        copies: dict[int, Tensor] = {}  # in the order of the loop, which may write these before the next reduction
+        copies: dict[int, Tensor] = {}  # copied now: the loop may write the originals before the next reduction
         tree = tree_map_only(
             Tensor,
             lambda one: copies.setdefault(id(one), one.detach().clone()),
@@ -235,7 +235,7 @@ class Recoverable:
         self._pending, self.commits, self._watches = made, made.number, True
 
     def go_on(self, number: int, engine: Engine, optimizer: Optimizer, model: nn.Module) -> None:
-        """Make what commit ``number`` has what the optimizer and the model have, and go on from it."""
+        """Give the optimizer and the model the contents of commit ``number``, and continue from it."""
         record = tree_of(self.folder.read(number), engine.device)
         self.move(engine, optimizer, copies=False)
         engine.failure = f"the recovery from {self.folder.path} did not come to its end"
@@ -267,7 +267,7 @@ class Recoverable:
             shard.existed = bool(states.get(param))
         engine.note_made(states)
         self.commits, self.extra, self._before = number, pickle.loads(record["extra"]), number
-        self.folder.prune((number,))  # not a newer one, which other ranks have not
+        self.folder.prune((number,))  # deletes newer ones, which other ranks do not have
         homes = [one.home for one in engine.plan.housed()]
         self._newest = Commit(number, record["device"], homes, self._versions(homes), number, self._give_up)
         engine.lending.lend(self._newest, homes)
@@ -276,18 +276,18 @@ class Recoverable:
 
     def _write(self, made: Commit, stored: Mark, copies: dict[int, Tensor]) -> None:
         stored.synchronize()  # R2, on the host
-        copies.clear()  # not before: their memory is of another stream than the store that reads them
-        # The device has reduced gradients of this step, so that all ranks have the commit before it. The host did not
-        # know that when it issued the step, which may have been long before.
+        copies.clear()  # not before: they were allocated on another stream than that of the store that reads them
+        # The device has reduced gradients of this step, so all ranks have commit ``made.before``. The host did not know
+        # that when it issued the step, which may have been long before.
         self.folder.prune(range(made.before, made.number))
         self.folder.write(made.number, made.record)
         made.record = {}
 
     def _wait_written(self, *, forgives: bool = False) -> None:
-        """Block the host until the record of the last commit is written; the homes of the one before are free then.
+        """Block the host until the record of the last commit is written; this frees the previous commit's homes.
 
         Raises:
-            OSError: it could not be written. With ``forgives``, another takes its place.
+            OSError: the record could not be written. With ``forgives``, drop the commit instead.
         """
         made = self._pending
         if made is None:
@@ -323,7 +323,7 @@ class Recoverable:
         self._watches, self._has_reduced = False, True
 
     def begin(self) -> None:
-        """Begin a step, which may write the homes of all commits but the newest one; :meth:`commit` comes behind it."""
+        """Begin a step, which may write the homes of all commits but the newest one."""
         self.before_reduction()
         core = self._core()
         if world_size() > 1 and core is not None and not core.reductions.counts:
@@ -350,7 +350,7 @@ class Recoverable:
         return [*(versions_of([one]) for one in homes), *(version_of(one) for one in self._on_device)]
 
     def _still(self, what: str) -> tuple[Engine, Optimizer, Core]:
-        """Return the engine, the optimizer and the core, whose homes are still those in the files."""
+        """Return the engine, the optimizer and the core; raise if its homes are no longer those in the files."""
         engine, optimizer = self._engine(), self._optimizer()
         attachment = attachment_of(optimizer)
         if engine is None or optimizer is None or attachment is None or attachment.engine is not engine:
@@ -364,10 +364,10 @@ class Recoverable:
         return engine, optimizer, engine.core
 
     def close(self, *, deletes: bool = True) -> None:
-        """Stop, and delete what was committed (``deletes``). Homes stay where they are, in files without a name.
+        """Stop committing; with ``deletes``, delete the commits and unlink the files. Homes stay in these files.
 
-        Call it when all ranks have made their last commit. Files in memory take memory until they are deleted. Without
-        ``deletes``, the next backward raises.
+        Call it when all ranks have made their last commit. Without ``deletes``, the next backward raises, and the files
+        take memory until you delete them.
         """
         self._wait_written(forgives=True)
         if self._newest is not None:
@@ -386,9 +386,9 @@ def _item_homes(engine: Engine) -> list[ArenaHome[Any]]:
 
 
 def _put(there: dict[str, Any], name: str, value: Any, placed: dict[int, Tensor]) -> None:
-    """Make ``there[name]`` the ``value``, in the tensor that is there, which a loop may hold, if it has that form.
+    """Set ``there[name]`` to ``value``; write it into the present tensor, which a loop may hold, if that has its form.
 
-    ``placed``: tensors by id of their values: of one value only one tensor is made, and none is written for two.
+    ``placed``: by id of a value, the tensor that holds it: one tensor for each value, and one value for each tensor.
     """
     mine: Any = there.get(name)
     if isinstance(value, Tensor) and id(value) not in placed:
@@ -426,7 +426,7 @@ def recoverable(
     model: nn.Module | None = None,
     policy: OffloadPolicy | Mapping[str, Any] | None = None,
 ) -> Recoverable:
-    """Offload ``optimizer``, and keep in ``folder`` what a process that takes over after a kill needs to go on.
+    """Offload ``optimizer``, and keep in ``folder`` all that a new process needs to continue after a kill.
 
     ::
 
@@ -441,21 +441,21 @@ def recoverable(
             run.commit({"scheduler": scheduler.state_dict()})
         run.close()                                 # deletes the files
 
-    The homes of state, and of parameters that live on the host, lie in files there, each with a spare home, as updates
-    must not write those of the last commit. Parameters on the device get two places in files. From then on, each update
-    stores all that it changes, also what stays on the device. The log says first how many bytes it takes.
+    Homes of state, and of parameters on the host, become files in ``folder``. Each home has a spare one, as updates
+    must not write the homes of the last commit. Parameters on the device get two places in files. From then on, each
+    update stores all that it changes, kept items included. The log says first how many bytes the files take.
 
     Args:
-        optimizer: one that trains all of ``model``, between two steps. If it is offloaded already, its homes move.
+        optimizer: trains all of ``model``, and is between two steps. If it is offloaded already, its homes move.
         folder: in memory (a tmpfs such as ``/dev/shm``), the same for all ranks of a host.
         model: that of :func:`offload_optimizer`.
         policy: that of :func:`offload_optimizer`.
 
     Raises:
-        TypeError: it is no optimizer, and holds none.
-        ValueError: what it trains, or how, cannot be recovered, or the folder is not in memory; says why.
-        RuntimeError: it is not offloaded and there is no ``model``, a step has begun, another thread than the
-            training's calls it, or the folder is in use, or has a commit that all ranks have.
+        TypeError: ``optimizer`` is no optimizer and holds none.
+        ValueError: this training cannot be recovered (says why), or ``folder`` is not in memory.
+        RuntimeError: ``optimizer`` is not offloaded and there is no ``model``; a step has begun; this is not the thread
+            that trains; ``folder`` is in use, or has a commit that all ranks have.
         MemoryError: there is no room in ``folder``, or on the host; nothing has changed.
     """
     with _attached(optimizer, folder, "recoverable", model, policy) as (run, engine, target, its_model):
@@ -493,23 +493,23 @@ def recover(
     policy: OffloadPolicy | Mapping[str, Any] | None = None,
     commit: int | None = None,
 ) -> Recoverable:
-    """Go on from the newest commit that all ranks have, in a new process, and commit further steps there.
+    """Continue, in a new process, from the newest commit that all ranks have, and commit further steps there.
 
     Build the model and the optimizer as before: the files become the homes as they are, and no other host memory is
-    taken. Weights, state, counters, param groups and buffers are those of the commit, bit for bit; ``extra`` is what it
-    was given.
+    taken. Weights, state, counters, param groups and buffers are those of the commit, bit for bit. ``extra`` of the
+    result is what :meth:`Recoverable.commit` was given.
 
     Args:
-        optimizer: one that has made no step. If it is offloaded already, there must be host memory for its homes, too.
+        optimizer: has made no step. If it is offloaded already, there must be host memory for its homes, too.
         folder: that of :func:`recoverable`.
         model: that of :func:`offload_optimizer`.
         policy: that of :func:`offload_optimizer`, as before.
         commit: number of the commit; ``None``: that of :func:`newest_commit`.
 
     Raises:
-        TypeError: it is no optimizer, and holds none.
-        ValueError: there is no such commit, or it was made by another training: other names, shapes, optimizer, policy,
-            number of ranks or versions; says which. Nothing has changed.
+        TypeError: ``optimizer`` is no optimizer and holds none.
+        ValueError: there is no such commit, or it is of another training: other names, shapes, optimizer, policy,
+            number of ranks or versions (says which). Nothing has changed.
         RuntimeError: as :func:`recoverable` raises.
     """
     with _attached(optimizer, folder, "recover", model, policy) as (run, engine, target, its_model):
@@ -536,7 +536,7 @@ def _attached(
     model: nn.Module | None,
     policy: OffloadPolicy | Mapping[str, Any] | None,
 ) -> Iterator[tuple[Recoverable, Engine, Optimizer, nn.Module]]:
-    """Offload ``optimizer`` unless it is, check it, hold this rank's folder; undo it all if the block raises."""
+    """Offload ``optimizer`` unless it is offloaded, check it, lock this rank's folder; undo all if the block raises."""
     first, *others = optimizers_in(optimizer, function)
     if others:
         raise RuntimeError(f"{function}: this {type(first).__name__} holds {1 + len(others)} optimizers; give one.")

@@ -1,7 +1,7 @@
-"""Rows of 64 elements: copies of weights as they are used, which of them differ, and sums that tell who wrote them.
+"""Rows of 64 elements: copy weights in their dtype of use, compare copies, and sum them to detect other writers.
 
 State is cut at multiples of 64 elements, so the rows of a range are rows of its shard, and a row of bits is 8 bytes.
-All of it is integer arithmetic modulo 2**64, which is the same on every device.
+Hashes and sums are integer arithmetic modulo 2**64, which is the same on every device.
 """
 
 import functools
@@ -17,11 +17,11 @@ from ..optimizers.masters import kernel_in
 
 ROW = 64
 PIECE_NUMEL = 1 << 24
-"""The most elements that are compared at once; without the kernel, each of bf16 takes 12 bytes on top of the copy."""
+"""The most elements that are compared at once; without the kernel, a bf16 element takes 12 bytes on top of the copy."""
 
 _KERNEL, _OF_KERNEL = f"{__package__}.rows_kernel", (torch.float32, torch.bfloat16, torch.float16)
 _PACKS = 0x0102040810204080
-"""Multiplied by eight bytes that are 0 or 1 each, it has them as the bits of its highest byte, the first one lowest."""
+"""Factor that packs eight bytes, each 0 or 1, into the bits of the product's highest byte, the first byte lowest."""
 
 OF_PLACES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D  # factors of a row's number, and of that mixed with its hash
 
@@ -67,7 +67,7 @@ def _fold(words: Tensor) -> None:
 
 def _hashes(rows: Tensor) -> Tensor:
     """Hash each row, which is the last dimension; in order."""
-    # Sums of the words times numbers would not do: changes of their highest bits, signs of elements, would cancel out.
+    # Sums of words times multipliers would not do: two changes of highest bits, the signs of elements, would cancel.
     first, second = _multipliers(rows.shape[-1] * rows.itemsize // 8, rows.device)
     mixed = rows.view(torch.int64) * first
     _fold(mixed)
@@ -78,9 +78,9 @@ def _hashes(rows: Tensor) -> Tensor:
 
 
 def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
-    """Sum the rows of each part, of ``numels`` elements: int64 ``[part, 2]``, the last being :class:`Sums`."""
+    """Return the :class:`Sums` (dimension 1) of the rows of each part, of ``numels`` elements: int64 ``[part, 2]``."""
     of_row = _hashes(rows)
-    # Nor would hashes times row numbers: of rows with the same values, several places have the same sum of numbers.
+    # Hashes times row numbers would not do: several sets of places of equal rows have the same sum of row numbers.
     placed = torch.cat([torch.arange(rows_of(numel), device=of_row.device) for numel in numels])
     placed *= OF_PLACES[0]
     placed += of_row
@@ -88,7 +88,7 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
     placed *= OF_PLACES[1]
     _fold(placed)
     ends = [*itertools.accumulate(map(rows_of, numels))]
-    # Each in a scan of its own: on a GPU, one thread would add up a column of a matrix, in 50 ms.
+    # One scan for each: on a GPU, a scan over a matrix adds up each column in one thread, in 50 ms.
     totals = [one.cumsum(0) for one in (of_row, placed)]
     so_far = torch.stack([total[end - 1] for end in ends for total in totals]).view(-1, 2)
     return so_far.diff(dim=0, prepend=so_far.new_zeros(1, 2))
@@ -97,11 +97,11 @@ def sums(rows: Tensor, numels: Sequence[int]) -> Tensor:
 def compare(old: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compare ``old`` rows, which :func:`gather` has made of flat ``parts``, with those of ``parts`` as they are now.
 
-    Returns what :func:`differing` does, and int64 ``[before and after, part, 2]``, the last being :class:`Sums`.
+    Returns the bits of :func:`differing`, and :class:`Sums` (last dimension): int64 ``[before and after, part, 2]``.
     """
     is_float = all(part.dtype in _OF_KERNEL for part in (old, *parts))
     launch = kernel_in(_KERNEL) if old.device.type == "cuda" and is_float else None
-    if launch is not None:  # it reads memory once, the formulas ten times
+    if launch is not None:  # the kernel reads memory once, the formulas below ten times
         found: tuple[Tensor, Tensor] = launch(old, parts, _multipliers(ROW * old.itemsize // 8, old.device), OF_PLACES)
         return found
     new, numels = gather(parts, torch.empty_like(old)), [part.numel() for part in parts]
@@ -109,7 +109,7 @@ def compare(old: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def differing(old: Tensor, new: Tensor) -> Tensor:
-    """Return a bit for each element, 1 where it has other bits: flat bytes, 8 for each row."""
+    """Return a bit for each element, 1 where ``old`` and ``new`` have different bits: flat bytes, 8 for each row."""
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[min(old.itemsize, 8)]
     differ = old.view(kind) != new.view(kind)
     if old.itemsize > 8:  # complex128 has two words
@@ -121,7 +121,7 @@ def differing(old: Tensor, new: Tensor) -> Tensor:
 
 
 def merge(bits: Tensor, others: Tensor) -> None:
-    """Set in ``bits`` what is set in ``others``, both on the host, by the calling thread alone."""
+    """Set those ``bits`` that are set in ``others``, both on the host, by the calling thread alone."""
     # Larger operations are split between torch's threads, which then spin until the next one: the bits of 3.2 G
     # weights kept 18 of 32 cores busy.
     parts = zip(bits.view(torch.int64).split(1 << 14), others.view(torch.int64).split(1 << 14), strict=True)

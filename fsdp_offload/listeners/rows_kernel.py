@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _TURNS = 32, 4
-"""Rows that a program reads at once, and how many times: then it adds its sums to those of the others."""
+"""Rows that a program reads at once, and the number of such reads before it adds its sums to the common ones."""
 
 
 def launch(
@@ -93,7 +93,7 @@ def _compare(
             after = tl.load(part + at, mask=at < length, other=0.0)
         else:  # several elements at once
             after = tl.load(part + at, mask=here[:, None], other=0.0)
-        if before.dtype == tl.bfloat16 and after.dtype != tl.bfloat16:  # to the nearest; Triton's interpreter cannot
+        if before.dtype == tl.bfloat16 and after.dtype != tl.bfloat16:  # Triton's interpreter does not round to nearest
             word = after.to(tl.float32).to(tl.uint32, bitcast=True)
             after = ((word + 0x7FFF + ((word >> 16) & 1)) >> 16).to(tl.int16)
         else:
@@ -105,7 +105,7 @@ def _compare(
         tl.store(bits + at, packed.to(tl.uint8), mask=here[:, None])
         one = _hashes(before, multipliers, block, numel, bits_each)
         other = _hashes(after, multipliers, block, numel, bits_each)
-        old_hashes += one  # rows of zeros, those that are not here, have hashes of 0
+        old_hashes += one  # rows behind the last one are zeros, with hashes of 0
         new_hashes += other
         old_placed += tl.where(here, _fold(_fold(row * place + one) * scatter), 0)
         new_placed += tl.where(here, _fold(_fold(row * place + other) * scatter), 0)

@@ -27,7 +27,7 @@ from .masters import MASTER, let_weights_win
 
 @dataclass(eq=False)
 class BoundRange:
-    """A range of a shard, bound to what the optimizer sees while it is on the device."""
+    """A range of a shard, bound to the tensors that the optimizer sees while the range is on the device."""
 
     shard: StateShard
     start: int
@@ -92,14 +92,14 @@ def place_values(
 
 
 def update_bucket(step: DividedStep, ranges: Sequence[BoundRange], user_states: StateStore) -> None:
-    """Run the optimizer on the ranges of one bucket, and commit what it created into place and ``user_states``.
+    """Run the optimizer on the ranges of one bucket; copy new state into the place, and note it in ``user_states``.
 
     Runs on the current stream, with the gradients of the ranges. Those without one are left out, unless a first step
     creates their state, and so are parameters that the user has taken out of their group.
 
-    An optimizer that sees DTensors has to meet parameters in the same order on every rank: its step may issue
-    collectives and goes through its parameters group by group, while how many shards share a bucket depends on their
-    sizes on this rank. So each step there has parameters of one group only.
+    An optimizer that sees DTensors has to meet parameters in the same order on every rank, as its step may issue
+    collectives. A step meets them group by group, but this rank's sizes decide which shards share a bucket. So each
+    step of such an optimizer has parameters of one group only.
     """
     eager, apart = step.conventions.state_without_gradient, step.conventions.group_by_group
     updated = [one for one in ranges if one.shard.group >= 0 and (eager or one.gradient is not None)]

@@ -28,13 +28,13 @@ class LogicalStep:
 class Conventions:
     """Conventions of ``torch.optim``; subclasses override them for other optimizers."""
 
-    # ``state_dict()`` gives and ``load_state_dict()`` takes what is in ``state``. If not, the class has methods of its
-    # own for that, which want everything on the device, and :meth:`as_saved` and :meth:`as_kept` take their place.
+    # ``state_dict()`` returns and ``load_state_dict()`` takes ``state`` as it is. If False, the class converts state in
+    # methods of its own, which need all of it on the device: :meth:`as_saved` and :meth:`as_kept` replace them.
     keeps_raw_state = True
     state_without_gradient = False  # the first step also creates the state of parameters that have no gradient
     group_by_group = False  # a step may have parameters of one group only
     reads_param_grad = True  # gradients are in ``param.grad``, where autograd puts them
-    weights_win = False  # its step itself copies weights that were written into masters
+    weights_win = False  # its own step copies weights that the user has written into the masters
     attributes_by_param: frozenset[str] = frozenset()  # names of attributes that are dicts with parameters as keys
     group_counters: Mapping[str, object] = {}  # initial values of entries that the first step adds to param groups
     clears_gradients: bool | None = None  # whether zero_grad() sets gradients to None; None: see its signature
@@ -91,7 +91,7 @@ class Capabilities:
     # An elementwise class of torch.optim: it may also update fp32 masters of low-precision parameters, as add_masters
     # asks for, and a share of the parameters on the CPU (``host_fraction``).
     takes_masters: bool = False
-    wrong_if_fused: frozenset[torch.dtype] = frozenset()  # of parameters: its fused CPU kernel miscomputes with these
+    wrong_if_fused: frozenset[torch.dtype] = frozenset()  # dtypes of parameters that its fused CPU kernel miscomputes
     refusal: str = ""  # why this class cannot be offloaded at all
     refuses_dtensor: str = ""  # why it cannot be offloaded with sharded parameters
     known: bool = True  # the class has a tested row in the table
@@ -120,8 +120,8 @@ class Capabilities:
 
 # The table ------------------------------------------------------------------------------------------------------------
 
-# On the CPU reduced precision is left whole: scalar and vector loops round it differently, and where the one takes over
-# from the other depends on how a tensor's size divides among threads.
+# On the CPU, bf16 and fp16 are not cut: scalar and vector loops round them differently, and which loop gets an element
+# depends on how a tensor's size divides among threads.
 _FLOATS = {
     "cpu": (torch.float32, torch.float64),
     "cuda": (torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -152,10 +152,10 @@ def row_of(cls: type[Optimizer]) -> dict[str, Any]:
 def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilities:
     """Return the capabilities of exactly this class; a subclass, which may do anything in ``step``, inherits none.
 
-    ``trust``: the user says that a class without a tested row may be divided: as its row says, or else by element.
+    ``trust``: divide a class outside of ``torch.optim`` as its row says or, without a row, by element.
 
     Raises:
-        ValueError: the row of a class that is trusted says that it mixes parameters.
+        ValueError: ``trust`` is set, and the row of the class says that its step mixes parameters.
     """
     row = row_of(cls)
     verdict = row.get("verdict")
@@ -183,7 +183,7 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
 
 
 def _cuttable(fused_on: tuple[str, ...]) -> frozenset[tuple[str, str, torch.dtype]]:
-    """Return what ``tests/cpu/test_cut_table.py`` proves: whole against cut, several steps, ``torch.equal``."""
+    """Return cases in which ``tests/cpu/test_cut_table.py`` finds cut and whole ``torch.equal`` after several steps."""
     return frozenset(
         (how, device, dtype)
         for device, dtypes in _FLOATS.items()

@@ -1,8 +1,8 @@
 """One logical step of the user's optimizer, run on one bucket after the other.
 
 The step of a bucket changes its parameters and their state, and perhaps entries of param groups (``group["k"]``) and
-attributes of the optimizer. Each bucket starts from the same entries and attributes and must end at the same ones,
-which the user's optimizer gets once.
+attributes of the optimizer. Each bucket starts from the same entries and attributes, and must end with equal ones. The
+user's optimizer gets these once.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class DividedStep:
         kwargs: Mapping[str, Any] | None = None,
         pinned: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Record the start of a step with ``kwargs``. ``pinned``: see :attr:`LogicalStep.pinned`, which wins."""
+        """Record the start of a step with ``kwargs``. ``pinned``: as :attr:`LogicalStep.pinned`, whose entries win."""
         self.conventions, self._cls, self._is_known = capabilities.conventions, cls, capabilities.known
         self._step = self.conventions.begin(optimizer, kwargs or {})
         pairs = itertools.zip_longest(pinned, self._step.pinned, fillvalue=dict[str, Any]())
@@ -69,9 +69,9 @@ class DividedStep:
     ) -> dict[Tensor, UserState]:
         """Run the plain step of the class on ``params``, by number of group; return their ``state`` after it.
 
-        It runs on a *shadow*: an instance that the user never sees, with live hyperparameters and attributes, and with
-        no other groups, as some classes fail on empty ones. Changes other than of state are recorded. ``by_param``
-        replaces attributes with parameters as keys, and gets their new entries.
+        It runs on a *shadow*: an instance that the user never sees, with live hyperparameters and attributes, and only
+        with the groups in ``params``, as some classes fail on empty groups. Changes outside of state are recorded.
+        ``by_param`` replaces attributes that have parameters as keys, and gets their new entries.
 
         Raises:
             RuntimeError: a change differs from that of an earlier bucket of the same step, or a key of the state is no
@@ -196,7 +196,7 @@ def _own(value: Any) -> Any:
 
 
 def _changed(start: object, given: object, end: object) -> bool:
-    """Return whether a step has changed ``given``, its own copy of ``start``, or left another value."""
+    """Return whether a step has written into ``given``, its copy of ``start``, or has left another value, ``end``."""
     if end is given:
         # The copy is new: versions of its tensors count the writes of this bucket.
         written = given is not start and any(tensor._version > 0 for tensor in tensors_in(end))

@@ -24,8 +24,8 @@ _NO_SWITCHES = frozenset({"params", "param_names", "train_mode"})
 def layout_key(group: Mapping[str, Any], counters: Container[str] = ()) -> LayoutKey:
     """Extract the entries of a group that decide which state exists, or whether a step can run at all.
 
-    Flags, texts, and whether a number is zero (``momentum``); only the types of the learning rate and of lists, which
-    schedulers write. ``counters``, which the optimizer's own step changes, are left out.
+    Flags and texts count with their values, numbers (``momentum``) by being zero or not. The learning rate and lists,
+    which schedulers write, count by type only. ``counters``, which the optimizer's own step changes, are left out.
     """
 
     def switch(value: object, *, type_only: bool) -> str:
@@ -88,7 +88,7 @@ class Layouts:
                 f"{self._cls.__name__} cannot be offloaded: a step on a scratch tensor like {name} (shape "
                 f"{tuple(local.shape)}, {local.dtype}) failed ({type(error).__name__}: {error})."
             ) from error
-        if self.capabilities.known:  # others may depend on anything about a parameter
+        if self.capabilities.known:  # layouts of an unknown class may depend on anything about a parameter
             self._learnt[key] = layout
         return layout
 
@@ -122,7 +122,7 @@ class Layouts:
             scratch = _random(torch.empty(shape, dtype=dtype, device=device), generator)
         else:
             scratch = _random(like, generator)
-        if not self.capabilities.known:  # it may depend on anything about a parameter
+        if not self.capabilities.known:  # the step of an unknown class may read anything about a parameter
             scratch = nn.Parameter(scratch, param.requires_grad)
             noted = {n: v for n, v in vars(param).items() if not isinstance(v, Tensor) or v.shape == param.shape}
             scratch.__dict__.update(_copied(noted, {}))
@@ -153,7 +153,7 @@ class Layouts:
         try:
             return stepped({})
         except Exception:
-            # Some constructors make state (torch's Adagrad up to 2.11). This one gets the arguments that it has
+            # Some constructors make state (torch's Adagrad up to 2.11). The constructor gets the defaults, which it has
             # accepted before: a scheduler may have changed the group's entries since.
             taken = inspect.signature(self._cls).parameters.keys() & optimizer.defaults.keys() - {"params"}
             made = self._cls([{**group, "params": [scratch]}], **{name: optimizer.defaults[name] for name in taken})

@@ -1,9 +1,9 @@
 """Masters: higher-precision copies of low-precision parameters that an optimizer keeps as state, ``master_param``.
 
-- A floating-point master of more precision is the only copy of it: it is saved, and rebuilt from the parameter where a
-  checkpoint lacks it. Weights that the user writes into the parameter win over it.
-- One of the same dtype is a duplicate that no kernel reads nor updates: it is not saved, and not needed in a load.
-- An integer one (the lower bits) has no meaning without the exact parameter: it is never rebuilt.
+- A floating-point master of more precision than its parameter is saved. A master that a checkpoint lacks is rebuilt
+  from the parameter. Weights that the user writes into the parameter win over the master.
+- A master of the parameter's dtype is a duplicate that no kernel reads or updates: it is not saved, nor needed to load.
+- An integer master (the lower bits) has no meaning without the exact parameter: it is never rebuilt.
 
 Some optimizers keep masters themselves; ``add_masters`` gives others a class with :class:`WithMasters`. A step opens
 the master of each bf16 or fp16 parameter, lets the plain class update it with an fp32 gradient and fp32 state, and
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 MasterKind = Literal["remainder", "fp32"]  # what is kept: the lower 16 bits of a master in int16, or all of it
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 MASTER = "master_param"  # also the name in the state of Transformer Engine's FusedAdam and in Megatron-LM
-_OPEN_NUMEL = 1 << 26  # open together at most: a remainder takes 8 bytes for its open master and its gradient
+_OPEN_NUMEL = 1 << 26  # open together, about: a remainder takes 8 bytes for its open master and its gradient
 
 
 def has_master(param: Tensor) -> bool:
@@ -50,7 +50,7 @@ def can_rebuild(master_dtype: torch.dtype) -> bool:
 
 
 def let_weights_win(param: Tensor, master: Tensor) -> None:
-    """Copy elements of ``param`` that differ from the rounded ``master`` into it: the user has written them.
+    """Copy into ``master`` the elements of ``param`` that differ from the rounded master: the user has written them.
 
     A ``dcp.load`` into the parameters fires no hook, so every update begins with this check; without such writes it
     changes nothing. Both are local tensors on one device; temporaries take about twice ``master``'s bytes.
@@ -81,7 +81,7 @@ def new_master(kind: MasterKind, weights: Tensor) -> Tensor:
 
 
 def open_master(kind: MasterKind, weights: Tensor, kept: Tensor) -> Tensor:
-    """Return the fp32 master for an update: ``kept`` itself (dense), or made from it and the local weights."""
+    """Return the fp32 master for an update: ``kept`` itself (dense), or a tensor made from ``kept`` and the weights."""
     if kind == "fp32":
         let_weights_win(weights, kept)
         return kept
@@ -124,7 +124,7 @@ class WithMasters(Optimizer):
 
     plain_class: type[Optimizer]  # whose arithmetic updates the masters
     master_kind: MasterKind  # the kept part of masters
-    is_stepping = False  # this class's step runs, and not one captured before it had masters
+    is_stepping = False  # True in this class's step; False in the plain class's step, captured before it had masters
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -207,7 +207,7 @@ def class_with_masters(cls: Any, kind: MasterKind) -> type[WithMasters]:
     """Return ``Master<Name>``, a subclass of ``cls``; the same class every time."""
     own = {"__module__": __name__, "__signature__": inspect.signature(cls), "plain_class": cls, "master_kind": kind}
     made: Any = types.new_class(f"Master{cls.__name__}", (WithMasters, cls), {}, lambda body: body.update(own))
-    # Compiled code would trace into the shadow. Wrapped as by torch's constructor.
+    # torch.compile must not trace into the shadow. The step is wrapped for hooks, as torch's constructor does it.
     plain = torch.compiler.disable(WithMasters.step)
     hooked: Any = Optimizer.profile_hook_step(plain)
 
@@ -251,7 +251,7 @@ def _take_over(optimizer: WithMasters, param: Tensor, values: Mapping[str, Tenso
 
 
 def _update_opened(optimizer: WithMasters, plain: DividedStep, number: int, params: Sequence[Tensor]) -> None:
-    """Run the plain step on one group's parameters, with open masters in place of those that have one."""
+    """Run the plain step on some parameters of group ``number``, with open masters in place of bf16 and fp16 ones."""
     kind, states = optimizer.master_kind, optimizer.state
     opened: dict[Tensor, tuple[Tensor, dict[str, Any]]] = {}  # updated tensor -> its parameter and local state
     for param in params:
@@ -260,7 +260,7 @@ def _update_opened(optimizer: WithMasters, plain: DividedStep, number: int, para
         if has_master(param):
             if state.get(MASTER) is None:
                 state[MASTER] = new_master(kind, updated)
-            updated = open_master(kind, updated, state[MASTER]).detach()  # an alias, which takes the gradient with it
+            updated = open_master(kind, updated, state[MASTER]).detach()  # an alias: its gradient is dropped with it
             grad = grad.to(torch.float32)
         Conventions().hand_gradient(updated, grad)
         opened[updated] = (param, state)
@@ -299,8 +299,8 @@ def capabilities_with_masters(capabilities: Capabilities) -> Capabilities:
 #     v = fma(b2, v, fma(-b2, g * g, g * g))
 #     p = p - (lr / c1 * m) / (sqrt(v) / sqrt(c2) + eps)        c1, c2 = 1 - pow(b1, step), 1 - pow(b2, step)
 #
-# torch does not promise that, so each set of hyperparameters is first tried against those three functions; if a bit
-# differs, or without Triton, they do the work.
+# torch does not promise this arithmetic, so each set of hyperparameters (with a fixed lr) is first tried against those
+# three functions. If a bit differs, or without Triton, the three functions do the work.
 
 _TRIED_NUMEL = 1 << 17
 _KERNEL = f"{__package__}.masters_kernel"
@@ -436,7 +436,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @functools.cache
 def kernel_in(module: str) -> Any:
-    """Return the launcher of ``module``'s Triton kernel; ``None`` without Triton, which is imported on use: slowly."""
+    """Return the launcher of ``module``'s Triton kernel; ``None`` without Triton. Imported on use, as that is slow."""
     try:
         return importlib.import_module(module).launch
     except ImportError:

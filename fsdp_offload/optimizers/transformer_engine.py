@@ -42,7 +42,7 @@ def keep_unread_masters(optimizer: Optimizer) -> None:
 
 
 def is_fused_adam(cls: type[Optimizer]) -> bool:
-    """Return whether ``cls`` is exactly Transformer Engine's class, without importing that."""
+    """Return whether ``cls`` is exactly Transformer Engine's class, without importing Transformer Engine."""
     return cls.__name__ == "FusedAdam" and cls.__module__.partition(".")[0] == "transformer_engine"
 
 
@@ -132,7 +132,7 @@ class FusedAdamConventions(Conventions):
         flag = optimizer._dummy_overflow_buf
         device = flag.device
         scaler, found_inf = kwargs.get("grad_scaler"), torch.zeros(1, device=device)
-        if scaler is not None:  # it checks all gradients now; a bucket would check only its own
+        if scaler is not None:  # check all gradients now: the step of a bucket would check only its own
             found_inf = scaler._check_inf_per_device(optimizer).get(device, found_inf)
             checked = types.SimpleNamespace(
                 _check_inf_per_device=lambda _: {device: found_inf}, _get_scale_async=scaler._get_scale_async
@@ -143,7 +143,7 @@ class FusedAdamConventions(Conventions):
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].to(device)  # a checkpoint may have brought it to the host
-            # A group is counted by the flag that the group before it has left.
+            # Whether a group's step counts depends on the overflow flag that the previous group has left.
             is_first = "step" not in group
             ends.append(torch.ones_like(now) if is_first else group["step"].to(device) + (now != 1).to(torch.int))
             if group["params"]:
@@ -187,7 +187,7 @@ class FusedAdamConventions(Conventions):
         return found
 
     def as_kept(self, optimizer: Any, param: Tensor, saved: UserState, homes: Mapping[str, Tensor]) -> UserState:
-        """Scale as ``FusedAdam.set_scaled_state`` does, with its help if a scale has to be found; set ``_scales``."""
+        """Scale as ``FusedAdam.set_scaled_state``, by a call of it if a scale has to be found; set ``_scales``."""
         found = dict(saved)
         for name in homes.keys() & saved.keys():
             local, dtype = local_shard(saved[name]).detach(), self._dtypes.get(name, torch.float32)

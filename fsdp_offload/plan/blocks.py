@@ -1,4 +1,4 @@
-"""Device memory for offloaded state and parameters: the blocks that attaching makes, by the same functions.
+"""Device memory for offloaded state and parameters: blocks, computed by the same functions as when attaching.
 
 In training, ``device_bytes="auto"`` learns how many more to take; here the same :class:`~..core.room.Room` learns it
 from iterations whose waits are estimated.
@@ -61,14 +61,14 @@ class Blocks:
 
     @property
     def turning_bytes(self) -> int:
-        """Parameters that a forward leaves in blocks for the backward."""
+        """Bytes of parameters that a forward leaves in blocks for the backward."""
         return sum(pool.passing * pool.nbytes for pool in _pools_of(self._weights))
 
     def again_bytes(self, room_bytes: Sequence[int]) -> int:
         """Return the bytes of parameters that leave the device between their update and the next forward.
 
         ``room_bytes``: room in each turn of the forward, the root's first. A group's parameters stay if they fit in
-        every turn up to their own, together with those of the groups whose turns come before.
+        every turn up to the group's own, together with those of earlier groups whose turns are still to come.
         """
         moving, turning_bytes = [0 if item.kept else item.nbytes for item in self._weights], self.turning_bytes
         for number in range(len(moving)):
@@ -99,7 +99,7 @@ class Blocks:
 
 @functools.lru_cache
 def _planned(policy: OffloadPolicy, sizes: Sizes) -> tuple[dict[int, int], list[int], int, tuple[Packed, ...], int]:
-    """Return each parameter's group, the groups' bytes, the bytes of a bucket, the buckets, and those of all homes."""
+    """Return each parameter's group, the groups' bytes, the bytes of a bucket, the buckets, and the bytes of homes."""
     groups = (sizes.numels[-1], *sizes.numels[:-1])  # the root is gathered first
     numels = [numel for group in groups for numel in group]
     together = dict(enumerate(number for number, group in enumerate(groups) for _ in group))

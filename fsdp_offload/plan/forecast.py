@@ -46,10 +46,10 @@ class Forecast:
     needed_bytes: int  # of a device: the peak, the driver's share, and what the allocator cannot use
     host_bytes: int  # pinned memory of one rank
     host_bytes_per_host: int
-    resident_bytes: int  # state that stays on the device, with its parameters if they would live on the host
+    resident_bytes: int  # state that stays on the device, and parameters that stay there though they have homes
     iteration_ms: float
     tokens_per_s: float  # of all ranks
-    hiding_tokens: tuple[int, int]  # of a micro-batch of a rank, which hide copies of all state; and of parameters
+    hiding_tokens: tuple[int, int]  # of one rank's micro-batch, to hide copies of all state; of parameters as well
     limit: str  # the bottleneck: compute, gathers, the link, or launches of the host
     why_not: str  # the memory that is too small: "device: ..." or "host: ..."; empty if the policy fits
     lines: str  # the code to write for the policy
@@ -95,7 +95,7 @@ class Plan:
         fitting = [one for one in self._allowed(overlap) if one.fits]
         fastest_ms = min((one.iteration_ms for one in fitting), default=0.0)
         close = [one for one in fitting if one.iteration_ms <= SAME * fastest_ms]
-        # Of close ones the simplest: with parameters on the host, more transfers may be late; "auto" is no number.
+        # Of close ones the simplest: parameters on the host add transfers, which may be late; "auto" needs no number.
 
         def simplicity(one: Forecast) -> tuple[int, bool, int]:
             policy = one.policy or OffloadPolicy()
@@ -169,7 +169,7 @@ class Plan:
         more = [{"ranks": times * ranks, "tokens_per_step": times * tokens} for times in MORE_RANKS]
         several = [dict(ChainMap(one, *also)) for one in more for also in both]
         same, others = ([one for one in alone if ("clip" in one) == clips] for clips in (False, True))
-        for tier in (same, *([one] for one in (*others, *together, *several))):  # those of ``same`` train the same
+        for tier in (same, *([one] for one in (*others, *together, *several))):  # all of ``same`` train the same
             plans = [(plan(self.model, **{**self.asked, "machine": self.machine, **one}), one) for one in tier]
             fitting = [(best, made, one) for made, one in plans if (best := made.best(overlap))]
             if fitting:
@@ -340,7 +340,7 @@ class _Case:
     def fastest(self, policy: OffloadPolicy | None) -> Forecast:
         """Find the number of recomputed blocks with which a policy fits and is fastest, or else needs least.
 
-        Fewer blocks are faster unless the link limits: then more of them give it room and time.
+        Fewer recomputed blocks are faster unless the link limits: then more of them give the link room and time.
         """
         forecast = functools.cache(functools.partial(self.forecast, policy))
         least = bisect_left(self.counts, True, key=lambda count: forecast(count).fits_device)
@@ -361,7 +361,7 @@ class _Case:
 def candidates(state_bytes: int, group_bytes: int = 0) -> tuple[OffloadPolicy, ...]:
     """List the policies to compare for ``state_bytes`` of state and ``group_bytes`` of parameters in a usual group.
 
-    Each policy with the least ``device_bytes`` that moves state in few operations, and with "auto".
+    Each policy but the default: with the least ``device_bytes`` that moves state in few operations, and with "auto".
     """
     for name, value in dict[str, Any](state_bytes=state_bytes, group_bytes=group_bytes).items():
         if not isinstance(value, int) or value < 0:

@@ -16,17 +16,17 @@ class Machine:
 
     name: str
     memory_gb: float  # of one GPU
-    hbm_gb_per_s: float  # peak rates of device memory and of dense products
-    bf16_tflops: float
+    hbm_gb_per_s: float  # peak rate of device memory
+    bf16_tflops: float  # peak rates of dense products
     fp32_tflops: float
     link_gb_per_s: float  # pinned copies, one way
     peer_gb_per_s: float  # gathers and reductions between GPUs of a host, for each GPU
     network_gb_per_s: float  # the same between hosts
     devices_per_host: int
     host_gb: float
-    host_gb_per_s: float  # of the host's memory, for the copies of its GPUs, both ways added
+    host_gb_per_s: float  # rate of the host's memory for the copies of all its GPUs, both ways added
     two_way: float = 1.831  # rate of copies both ways at once, divided by that of one way: as on the H200
-    die_gb_per_s: float = 4100.0  # limit of the die with any memory: as on the H200, and on the H100, which has its die
+    die_gb_per_s: float = 4100.0  # limit of the die with any memory: as on the H200, and on the H100, the same die
     launch_us: float = 6.6  # time of the host for launching one kernel: as on the H200's host
     contention: float = 0.025  # share by which copies and computation slow each other down: see below
 
@@ -46,20 +46,20 @@ class Machine:
 
 # Shares of the peak rates, and times, that training reached on the H200; other GPUs are taken to reach the same. Fitted
 # to the plain iterations of examples/benchmark_results/2026-11-22-h200-train-latest.jsonl, 2026-11-22-h200x1-plan.jsonl
-# and 2026-11-23-h200x1-plan-auto.jsonl. Products: without the time of their bytes.
+# and 2026-11-23-h200x1-plan-auto.jsonl. Shares of products leave out the time for their bytes.
 SHARES = {
     "forward": {"matmul": 0.742, "attention": 0.637},
     "backward": {"matmul": 0.702, "attention": 0.637, "attention_backward": 0.475},
 }
-DETERMINISTIC = {"attention": 0.40, "attention_backward": 0.29}  # the latter of busy multiprocessors
+DETERMINISTIC = {"attention": 0.40, "attention_backward": 0.29}  # attention_backward: of the busy multiprocessors
 MULTIPROCESSORS = 132
 FP32 = 0.746  # of any product
 HBM = 0.854  # of the memory's rate
 UPDATE = 0.75  # of the memory's rate, for a fused optimizer
 UNEVEN = 0.65  # of the die's rate: kernels that reduce or rearrange, copies of fully_shard
 KERNEL_US = 3.0  # launch and tail of each kernel in a full queue
-GATHER_CONTENTION = 0.025  # slows computation during gathers and reductions; "contention" during copies: the median of
-# 15 settled rows against plain ones, from -2 to 6 %, in the records of GPTs and Llamas from 2026-11-25 to 2026-11-29.
+GATHER_CONTENTION = 0.025  # share by which gathers and reductions slow computation. ``contention``, of copies, is a
+# median: 15 settled rows against plain ones, -2 to 6 %, records of GPTs and Llamas from 2026-11-25 to 2026-11-29.
 CONTEXT_BYTES, WORKSPACE_BYTES = 700_000_000, 64 << 20  # driver and NCCL; cuBLAS
 
 
@@ -69,7 +69,7 @@ def builtin_machines() -> dict[str, Machine]:
 
 
 def machine_of(machine: "Machine | str | Path | None") -> Machine:
-    """Return a machine by its built-in name, from a TOML file with one table, or (``None``) of this host's GPUs."""
+    """Return a built-in machine by name, the one in a TOML file, or (``None``) the machine with this host's GPUs."""
     check_is(machine, Machine | str | Path | None, "machine must be a name, a TOML file or a Machine", 'machine="H200"')
     if machine is None:
         return _here()

@@ -20,7 +20,7 @@ from ..core.curve import LASTING_POINTS
 from .trace import Trace
 from .training import DTYPES, Training
 
-GRADIENTS_BEHIND = 5  # groups with gradients at a time, if updates in the backward free them: one, and four behind it
+GRADIENTS_BEHIND = 5  # groups with gradients at a time, if updates in the backward free them: the last five
 
 
 @dataclass(frozen=True)

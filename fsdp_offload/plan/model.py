@@ -1,7 +1,7 @@
 """A model to plan for: the parameters of each ``fully_shard`` group, and a way to run it on the meta device.
 
-If only a config is given, a plain decoder stands for the model. A framework's fused kernels need less memory than its
-plain torch operations.
+If only a config is given, a plain decoder stands for the model. A framework's fused kernels need less memory than the
+decoder's plain torch operations.
 """
 
 import functools
@@ -219,7 +219,7 @@ class _SwiGLU(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts of one rank, with equally many tokens each, as in a balanced batch; and the one that all tokens pass."""
+    """Experts of one rank, with equally many tokens each, as in a balanced batch; and the shared expert, if any."""
 
     def __init__(self, config: Mapping[str, Any], count: int) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class _Layer(nn.Module):
 
 
 class _LatentLayer(_Layer):
-    """Latent attention: narrow vectors give the queries, keys and values of all heads, but for a part of the keys."""
+    """Latent attention: a narrow vector of each token gives all heads' keys and values; heads share a part of a key."""
 
     def _make_attention(self, config: Mapping[str, Any]) -> None:
         hidden, narrow = config["hidden_size"], config.get("q_lora_rank")

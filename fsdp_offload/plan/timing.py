@@ -40,7 +40,7 @@ class Parts:
     two_way: float  # ms for each byte of copies both ways at once
     limit: str  # of the passes: compute, or gathers and reductions if they take longer
     launch_ms: float  # the host's time for all passes
-    issue_ms: float  # in addition, for each bucket and each group of parameters on the host
+    issue_ms: float  # the host's time in addition, for each update of a bucket and each gather from the host
     contention: float  # share by which copies and computation slow each other down
     groups: tuple[Group, ...]  # in the order of the forward, the root first
 
@@ -57,8 +57,8 @@ class Parts:
         """Return the time that a forward waits for updates: that of the latest group.
 
         The link moves the groups in the order of the forward once their gradients are final, after the backward or in
-        it. The first ones stay on the device. ``ahead_bytes`` are loaded before the gradients are final,
-        ``loaded_bytes`` in the whole backward, in its order.
+        it. The first groups stay on the device. ``ahead_bytes`` are loaded before the gradients are final,
+        ``loaded_bytes`` in the whole backward, in the order of the backward.
         """
         late, before, ms = 0.0, -blocks.kept_state - blocks.kept_params, 2 * (1 + self.contention) * self.two_way
         for group in self.groups:
@@ -92,7 +92,7 @@ def estimate(blocks: Blocks | None, parts: Parts, curve: Curve) -> Estimate:
             # Updates run between backward and forward, loads of parameters during computation.
             gathers_ms = 2 * parts.micro_batches * params * parts.one_way
             ms = max(passes + parts.contention * min(gathers_ms, passes), slower * gathers_ms, host_ms)
-            # The first blocks are loaded in the backward, where nothing is stored, and which waits for a late host.
+            # The first blocks are loaded in the backward. Nothing is stored then, and a late host makes it longer.
             backward_ms = parts.backward_ms * max(1.0, host_ms / passes)
             ahead = 0 if params else min(state, blocks.passing_bytes, int(backward_ms / parts.one_way))
             after_ms = max(parts.update_ms, parts.copy_ms(state + params - ahead, state + params))
@@ -110,25 +110,25 @@ def _during_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
     """Estimate ``"forward"`` and ``"iteration"``: updates run during the forward, or during the backward as well.
 
     Below its own peak, the model leaves room for loads ahead, and for parameters between their update and the next
-    forward. What is not on the device at the peak is loaded in the backward.
+    forward. Items that are not on the device at the peak are loaded in the backward.
     """
     policy, passes, stored = blocks.policy, parts.passes_ms, state + params
     if policy.updates_in_backward and parts.clip_ms:
-        # For rolling back, state that stays is stored as well, and so are the parameters from before.
+        # To be able to roll back, kept state is stored as well, and so are the parameters from before the update.
         stored = sum(group.state_bytes + group.parameter_bytes for group in parts.groups)
     count, slower = parts.micro_batches, 1 + parts.contention
     again = blocks.again_bytes(curve.room_bytes("forward")) * policy.parameters  # loaded in each forward
     turned = max(0, params - blocks.turning_bytes)  # and in each backward
     copies_ms = parts.copy_ms(state + count * (again + turned), stored)
     room_bytes = min(curve.room_bytes("backward")[-1], curve.room_bytes("step")[0])
-    if policy.updates_in_backward:  # without room, blocks are busy with the groups before
+    if policy.updates_in_backward:  # without room, all blocks are still busy with earlier groups
         ahead = (room_bytes, room_bytes - blocks.passing_bytes)
         loaded, others = state + turned, count - 1
     else:
         ahead = (min(room_bytes + blocks.passing_bytes, int(parts.backward_ms / parts.one_way)),) * 2
         loaded, others = 0, count
     late_ms, stalled_ms = (parts.late_ms(blocks, nbytes, loaded) for nbytes in ahead)
-    if not policy.updates_in_backward:  # what loads ahead have filled is stored while the forward needs ever more room
+    if not policy.updates_in_backward:  # blocks of loads ahead must be stored before the forward needs their room
         left = [state - blocks.passing_bytes - nbytes for nbytes in curve.room_bytes("forward")]
         pairs = zip(left, parts.groups, strict=False)
         leaves_ms = max(2 * slower * parts.two_way * nbytes - group.wanted_ms for nbytes, group in pairs)
@@ -136,13 +136,13 @@ def _during_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
     excess_ms = count * max(0.0, slower * parts.copy_ms(again, 0) - parts.forward_ms)
     excess_ms += others * max(0.0, slower * parts.copy_ms(turned, 0) - parts.backward_ms)
     ms = passes + parts.contention * min(copies_ms, passes) + parts.clip_ms + late_ms + excess_ms
-    # ``late_ms`` holds this share of the updates, or no more of it than there is if the link is the faster.
+    # Add the updates, less the share ``late_ms / copies_ms`` of them (at most ``late_ms``) that ``late_ms`` contains.
     ms += parts.update_ms - min(late_ms, parts.update_ms * min(1.0, late_ms / max(copies_ms, 1e-9)))
     is_late = late_ms + excess_ms > 0.05 * ms or copies_ms > ms
     return Estimate(Reading(stalled_ms + excess_ms, max(ms, copies_ms)), "link" if is_late else parts.limit)
 
 
-# The host's time in Python, in launches of a kernel in a plain loop: for a kernel in a model with autograd, for a turn
+# The host's time in Python, counted in kernel launches of a plain loop: for a kernel of a model with autograd, a turn
 # of a fully_shard group, and for moving and updating a bucket. The first two are from two batches of
 # 2026-11-23-h200x1-plan-auto.jsonl in which the device waited for the host, the last from 2026-11-25-h100-core.txt.
 _LAUNCHES_OF_KERNEL, _LAUNCHES_OF_TURN, _LAUNCHES_OF_USE = 6, 190, 45
@@ -181,7 +181,7 @@ def parts_of(sizes: Sizes, trace: Trace, training: Training, machine: Machine) -
 def _pass(
     sizes: Sizes, trace: Trace, training: Training, machine: Machine, phase: Phase
 ) -> tuple[dict[int, float], float, float]:
-    """Return when each group's first turn begins (backward: before its end), the pass's time, and its transfers'."""
+    """Return ms before each group's first turn (backward: after its last turn), ms of the pass, ms of its transfers."""
     gathered, shards = sum(sizes.gathered), training.shards
     link_bytes = (1 if phase == "forward" else 2) * (shards - 1) / shards * gathered  # the gather, and the reduction
     if phase == "backward" and training.replicas > 1:
@@ -199,7 +199,7 @@ def _pass(
 
 
 def _bytes_per_ms(machine: Machine) -> tuple[float, float]:
-    """Return the rates of kernels that read and write in order, and of others, which the die may limit."""
+    """Return bytes per ms of kernels that read and write in order, and of other kernels, which the die may limit."""
     even = reached.HBM * machine.hbm_gb_per_s * 1e6
     return even, min(even, reached.UNEVEN * machine.die_gb_per_s * 1e6)
 
@@ -213,7 +213,7 @@ def _turn_ms(segment: Segment, sizes: Sizes, training: Training, machine: Machin
     peers = machine.peer_gb_per_s if training.expert_parallel <= machine.devices_per_host else machine.network_gb_per_s
     ms = 0.0
     for kind, work in segment.work.items():
-        if kind == "exchange":  # all but the rank's own part is received from others
+        if kind == "exchange":  # all but this rank's own part comes from other ranks
             ms += work.nbytes / 2 * (1 - 1 / training.expert_parallel) / peers / 1e6
             continue
         share = shares.get(kind, 1.0)

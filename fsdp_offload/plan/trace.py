@@ -36,12 +36,12 @@ class Work(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Turn of one ``fully_shard`` group, until the next one's begins."""
+    """Turn of one ``fully_shard`` group, until the next group's turn begins."""
 
     phase: Phase
     group: int
     peak_bytes: int  # of activations, and of gradients that are not reduced yet
-    added_bytes: int  # at the end of the turn, less those at its beginning
+    added_bytes: int  # live bytes at the end of the turn, less those at its beginning
     work: dict[Kind, Work]
 
 
@@ -58,7 +58,7 @@ def trace(
 ) -> Trace:
     """Run a forward and a backward of a copy of the model on the meta device; ``loss_of`` makes the inputs there.
 
-    The last of ``groups`` is the root, with the parameters that no other group has; ``recomputes`` all others.
+    The last of ``groups`` is the root, with the parameters of no other group; ``recomputes``: checkpoint the others.
     """
     memo: dict[int, Any] = {}  # copies of tensors on the meta device
     for leaf in (*model.parameters(), *model.buffers()):
@@ -84,7 +84,7 @@ def blocks_of(trace: Trace, recomputed: Trace) -> list[int]:
 
 
 def joined(trace: Trace, recomputed: Trace, groups: Collection[int]) -> Trace:
-    """Combine a trace without recomputation and one with all of it into that of a model that recomputes ``groups``."""
+    """Combine traces without and with full recomputation into the trace of a model that recomputes ``groups``."""
     made, live_bytes, alone_bytes = [], 0, [0, 0]
     for pair in zip(trace, recomputed, strict=True):
         at = int(pair[0].group in groups)
@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return args[0].dtype is torch.bool  # the model reads a value: let conditions hold, and numbers be 0
         call = (func, _key_of(args), _key_of(kwargs)) if _makes_new(func) else None
-        if call in self._calls:  # blocks are alike, and torch works out in Python what a call makes
+        if call in self._calls:  # blocks repeat calls, and torch is slow to infer in Python what a call makes
             how, dtype, *done = self._calls[call]
             outputs = torch.empty_strided(*how, dtype=dtype, device="meta")
             self._allocate([outputs])
@@ -197,7 +197,7 @@ def _key_of(value: Any) -> Any:
 
 
 def _drop_together(params: set[nn.Parameter], left: set[nn.Parameter], param: nn.Parameter) -> None:
-    """Drop the gradients of a group once none is ``left`` to come, where ``fully_shard`` reduces them."""
+    """Drop a group's gradients when the last one ``left`` arrives, where ``fully_shard`` would reduce them."""
     left.discard(param)
     for one in () if left else params:
         one.grad = None

@@ -42,14 +42,14 @@ class NotUnderstoodError(TypeError):
 
 
 def describe_value(value: Tensor) -> ValueLayout:
-    """Describe the layout of ``value``; a NotUnderstoodError if some part of it is not a dense tensor."""
+    """Describe the layout of ``value``; raise a NotUnderstoodError if some part of it is not a dense tensor."""
     leaves: list[LeafLayout] = []
     build = _describe(value, leaves)
     return ValueLayout(tuple(leaves), type(value), lambda parts: build(iter(parts)))
 
 
 def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
-    if not isinstance(value, Tensor):  # in the place of an inner tensor
+    if not isinstance(value, Tensor):  # an attribute that is listed as an inner tensor, and is none
         return lambda parts: value
     if is_dtensor(value):
         build_local = _describe(local_shard(value), leaves)
@@ -68,7 +68,7 @@ def _describe(value: Any, leaves: list[LeafLayout]) -> _Build:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of ``tensor`` without gaps, its dimensions in the same order."""
+    """Return the strides that ``tensor`` would have without gaps, with the same order of dimensions."""
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
@@ -77,7 +77,7 @@ def _flatten(value: Any) -> tuple[list[str], Any]:
     if hasattr(value, "remove_caches"):
         quantizer = getattr(value, "_quantizer", None)
         if quantizer is not None:
-            quantizer.set_usage(rowwise=True, columnwise=False)  # or the next write makes it again
+            quantizer.set_usage(rowwise=True, columnwise=False)  # else the next write makes the transpose again
         value.remove_caches()
     names, context = value.__tensor_flatten__()
     return names, context
@@ -100,7 +100,7 @@ def forms_of(value: object) -> object:
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """List the tensors of an argument or an entry, which may be lists and dicts of them."""
+    """List the tensors in ``value``, which may be a nest of lists and dicts."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -114,7 +114,7 @@ class StateLayout:
     """Layout of the state that an optimizer keeps for one parameter, once it has created it."""
 
     values: dict[str, ValueLayout]  # the tensors that are moved, by name, in the optimizer's order
-    scalars: dict[str, object] = field(default_factory=dict)  # examples of what stays: 0-dim tensors, numbers
+    scalars: dict[str, object] = field(default_factory=dict)  # examples of values that stay: 0-dim tensors, numbers
     left_out: tuple[str, ...] = ()  # names of tensors that are not understood and stay on the device
 
 
@@ -137,6 +137,6 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 def is_trained(param: Tensor) -> bool:
     """Return whether ``param`` gets gradients: it requires them, or is a plain tensor, such as Megatron's fp32 masters.
 
-    Megatron's optimizers update tensors that require no gradient, and set it before each step.
+    Megatron's optimizers update tensors that require no gradient, and set their gradients before each step.
     """
     return param.requires_grad or not isinstance(param, torch.nn.Parameter)

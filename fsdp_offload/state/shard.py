@@ -31,12 +31,12 @@ class Reader(ABC):
         """Block until the reader has finished."""
 
     def check_step(self) -> None:  # noqa: B027  # most readers do not train
-        """Raise if a step that begins now would wait for this reader in vain: here, never."""
+        """Raise if a step that begins now would wait forever for this reader. The base class never raises."""
 
     def when_over(self, look: Callable[[], object]) -> None:  # noqa: B027
         """Call ``look`` when the reader has finished, before the homes may be written again.
 
-        Here, do nothing: for readers that find by themselves what others write.
+        The base class does nothing: some readers find writes of other code by themselves.
         """
 
 
@@ -49,7 +49,7 @@ class ShardHome:
     weights: Tensor | None = None  # the parameter's local shard, where this is the home of a parameter and of no state
     stand_in: Tensor | None = None  # the DTensor over ``weights`` that counts writes through the parameter
     readers: list[Reader] = field(default_factory=list)  # some of them may have finished
-    own_references: dict[str, int] = field(default_factory=dict)  # while no one else holds one, ``optimizer.state`` too
+    own_references: dict[str, int] = field(default_factory=dict)  # by name: reference count while no one else holds it
 
     def references(self, name: str) -> int:
         """Count references to the tensors of ``name`` and views of their memory."""
@@ -60,7 +60,7 @@ class ShardHome:
         return count
 
     def own(self, names: Iterable[str]) -> None:
-        """Note that all tensors of ``names`` are ours now: references that exist already do not count as others'."""
+        """Count present references to tensors of ``names`` as ours: only later references count as others'."""
         self.own_references.update((name, self.references(name)) for name in names)
 
     def is_held(self, entries: Sequence[Mapping[str, Any]] = ()) -> bool:
@@ -116,7 +116,7 @@ class Housed(ABC):
 
     @abstractmethod
     def moved(self, old: ShardHome, entry_of: EntryOf) -> None:
-        """Have others see ``home`` in place of ``old``. ``entry_of`` returns the entry of optimizer.state."""
+        """Make users see ``home`` in place of ``old``. ``entry_of`` returns a parameter's entry of optimizer.state."""
 
     def move(self, entry_of: EntryOf) -> None:
         """Make the spare home the home, without a copy."""
@@ -134,9 +134,9 @@ class StateShard(Housed):
     cuttable: bool  # it may be updated in flat ranges
     layout: StateLayout  # learnt before the state exists
     group: int  # which of ``optimizer.param_groups`` the parameter is in
-    together: int = 0  # only state of one number shares buckets: gradients that are final at the same time
+    together: int = 0  # equal for gradients that are final at the same time: only their state shares buckets
     on_host: bool = False  # it is updated on the host, in its home
-    existed: bool = False  # the optimizer has made state, whose dtypes are fixed from then on
+    existed: bool = False  # the optimizer has created this state; its dtypes are fixed from then on
     buckets: list[int] = field(default_factory=list)
 
     @property
@@ -158,7 +158,7 @@ class StateShard(Housed):
         return self.all_homes[self.which].values
 
     def values_at(self, which: int, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the state in one of its homes, or a flat range of it, as the optimizer sees it."""
+        """Return elements ``[start, stop)`` of the state in home ``which``, as the optimizer sees them."""
         home = self.all_homes[which]
         if not self.on_locals:
             return dict(home.values)

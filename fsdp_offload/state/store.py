@@ -22,7 +22,7 @@ UserState = dict[str, Any]
 
 _EXAMPLE: dict[int, object] = {0: object()}
 _REFERENCES = sys.getrefcount(dict.get(_EXAMPLE, 0))
-"""References to a value that nothing but a dict holds, as this Python counts them."""
+"""Reference count, as this Python counts, of a value that only a dict holds."""
 
 
 class StateStore:
@@ -82,7 +82,7 @@ class OwnCounters(StateStore):
             torch._foreach_copy_(copies, counters)
 
     def alone(self) -> StateStore:
-        """Return the copies without the user's entries, for a thread that may outlive those."""
+        """Return the copies without the user's entries, for a thread that may outlive the user's entries."""
         return StateStore(self._states)
 
     def commit(self) -> None:
@@ -142,14 +142,14 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return StateStore(self)
 
     def is_entry_held(self, param: Tensor) -> bool:
-        """Return whether others hold the entry of ``param``, through which they see its state."""
+        """Return whether other code holds the entry of ``param``, and can see the state through it."""
         return param in self and sys.getrefcount(dict.get(self, param)) > _REFERENCES
 
     def offer(self, values: Iterable[Any], homes: Container[int], after: object) -> None:
-        """Remember the values that are handed out to load into, and after which step; earlier ones stay valid.
+        """Remember that ``values`` are handed out to load into, after step ``after``; earlier values stay valid.
 
-        Values whose ``id`` is among ``homes``, and earlier ones, are referred to weakly: a strong reference would count
-        as the user's, and keep memory.
+        Values whose ``id`` is among ``homes``, and earlier values, are referred to weakly: a strong reference would
+        count as the user's, and keep memory.
         """
         self._offered = {at: one._replace(refer=TensorWeakRef(value)) for at, one, value in self._there()} | {
             at: _Offered(
@@ -174,8 +174,8 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return [(at, one, value) for at, one in self._offered.items() if (value := one.refer()) is not None]
 
     def __bool__(self) -> bool:
-        # torch's state dicts run a step to make state only if optimizer.state is empty, and a load needs that state for
-        # a class that moves as a whole. Its train() leaves empty entries, which do not count.
+        # torch's state-dict functions run a step to make state only if optimizer.state is empty. Loads into a class
+        # that moves as a whole need that step: empty entries, which its train() may leave, do not count.
         return any(super().values()) if self._engine.layouts.capabilities.moves_whole else len(self) > 0
 
     @property
@@ -228,7 +228,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         return ValuesView(self)
 
     def __iter__(self) -> Iterator[Tensor]:
-        # Overridden only so that dict(state), {**state} and update(state) do not copy the table behind our back.
+        # Overridden so that dict(state), {**state} and update(state) look up each entry, instead of copying the table.
         return super().__iter__()
 
     def copy(self) -> defaultdict[Tensor, UserState]:  # type: ignore[override]
@@ -251,7 +251,7 @@ class OffloadedState(defaultdict[Tensor, UserState]):
 
 
 class _Offered(NamedTuple):
-    """A value that was handed out to load into: its versions, and after which step."""
+    """A value that was handed out to load into: its versions then, and the step ``after`` which it was."""
 
     refer: Callable[[], Any]
     versions: tuple[int, ...]
@@ -317,13 +317,13 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
     while copies:
         source, target = copies.pop()
         target.copy_(source)
-        del source, target  # references are counted
+        del source, target  # references that are left would count as the user's
     for shard, state, name, _ in exchanged:
         shard.home.own([name])
         state[name] = shard.homes[name]
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of the memory of ``tensor``, and the one after the last."""
+    """Return the first address of the memory of ``tensor``, and the address behind its last byte."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (at := tensor.data_ptr()), at + (reach + 1) * tensor.itemsize if tensor.numel() else at
