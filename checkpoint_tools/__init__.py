@@ -21,5 +21,5 @@ if TYPE_CHECKING:
     from .fuse.presets import preset_names
     from .fuse.rules import Rule, excluding, load_rules, preset
     from .look.verify import seal, verify
-else:  # a type checker would take any name for one that this finds
+else:  # hidden from type checkers: with a module ``__getattr__``, they accept any name
     __getattr__, __dir__ = names_later(__name__, __all__, ("fuse.presets", "fuse.rules", "fuse.live", "look.verify"))

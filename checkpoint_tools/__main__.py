@@ -1,4 +1,4 @@
-"""Entry point of the checkpoint tools, which need the extra of that name."""
+"""Entry point of the command line ``checkpoint-tools``, which needs the extra ``[tools]``."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """The command line: commands under the names that users type, their options, and errors of one line.
 
-Commands import the code that they run: it needs torch, whose import takes longer than ``--help`` may take.
+Each command imports the code that it runs only when called: that code imports torch, which is too slow for ``--help``.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _HELP = tomllib.loads(resources.files(__package__).joinpath("help.toml").read_te
 
 
 def _option(flag: str, entry: str = "", **more: Any) -> Any:
-    """Make an option from help.toml's entry for the flag, or from ``entry``."""
+    """Make an option from help.toml: from the entry ``entry``, or from the flag's own."""
     return typer.Option(flag, **_HELP["options"][entry or flag], **more)
 
 
@@ -70,17 +70,17 @@ def _say_notes(notes: Iterable[str]) -> None:
 
 
 def _say_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))  # str: chunks of safetensors have a dtype
+    typer.echo(json.dumps(value, indent=2, default=str))  # default=str writes dtypes, which safetensors' chunks have
 
 
 def _say_table(lines: Iterable[str]) -> None:
-    sys.stdout.write("\n".join((*lines, "")))  # typer.echo would print UTF-8 to a terminal of ASCII
+    sys.stdout.write("\n".join((*lines, "")))  # typer.echo would print UTF-8, even to an ASCII terminal
     sys.stdout.flush()
 
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar with bytes, rate and time left on standard error, if that is a terminal; yield its ``advance``."""
+    """Show a progress bar (bytes, rate, time left) if standard error is a terminal; yield its ``advance``."""
     columns = (
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
@@ -95,7 +95,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
 
 
 def _at_work(what: str) -> contextlib.AbstractContextManager[object]:
-    """Show ``what`` on standard error, if that is a terminal, until a bar can show the amount of work."""
+    """Show a spinner with ``what``, if stderr is a terminal, until the amount of work is known and a bar can start."""
     errors = rich.console.Console(stderr=True)
     return errors.status(what) if errors.is_terminal else contextlib.nullcontext()
 
@@ -104,7 +104,7 @@ _Options = ParamSpec("_Options")
 
 
 def _with_error_lines(run: Callable[_Options, None]) -> Callable[_Options, None]:
-    """Wrap a command to print errors in one line; CHECKPOINT_TOOLS_TRACEBACK lets unexpected ones through."""
+    """Wrap a command to print errors in one line; with CHECKPOINT_TOOLS_TRACEBACK set, raise unexpected errors."""
 
     @functools.wraps(run)
     def guarded(*args: _Options.args, **kwargs: _Options.kwargs) -> None:
@@ -113,7 +113,7 @@ def _with_error_lines(run: Callable[_Options, None]) -> Callable[_Options, None]
         except CheckpointError as error:
             _fail(str(error))
         except (BrokenPipeError, typer.Exit):
-            raise  # the reader of our output is gone, or the command has ended: typer handles both
+            raise  # typer handles both: a closed pipe behind our output, and the end of a command
         except OSError as error:
             _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
         except KeyboardInterrupt:
@@ -135,7 +135,7 @@ def _with_error_lines(run: Callable[_Options, None]) -> Callable[_Options, None]
 
 def _fail(message: str) -> NoReturn:
     _say(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(2)  # 1 means different, or not whole, as in diff(1)
+    raise typer.Exit(2)  # as in diff(1): 1 means "different" (diff) or "not whole" (verify), 2 means trouble
 
 
 # Looking --------------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _diff(
         first, second = open_checkpoint(path_a), open_checkpoint(path_b)
     if key_prefix:
         first, second = diff.without_prefix(first, second, key_prefix)
-    gc.freeze()  # spare collections the metadata, which stay to the end and may be millions of objects
+    gc.freeze()  # the collector need not visit the metadata: perhaps millions of objects, all alive to the end
     all_keys = diff.all_keys(first, second)
     check_patterns("PATTERN", patterns or (), all_keys)
     keys = [key for key in all_keys if not patterns or is_excluded(key, patterns)]
@@ -254,7 +254,7 @@ def _seal(path: Checkpoint, threads: Threads = 4) -> None:
 
 
 class _Run:
-    """One run of a command that writes, from its options to its last line."""
+    """One run of a command that writes a checkpoint: checks its options, writes, and prints the last line."""
 
     def __init__(self, source: str, destination: str, threads: int, max_memory: str) -> None:
         from . import rewrite
@@ -264,7 +264,7 @@ class _Run:
         rewrite.check_destination(source, destination)
 
     def finish(self, what: str, new: "Rewrite", table_of: Callable[..., Iterable[str]], *, is_dry: bool) -> None:
-        """Write ``new`` and say so, or print what would be written."""
+        """Write ``new`` and print what was written; with ``is_dry``, only print what would be written."""
         from . import rewrite
 
         if is_dry:
@@ -283,7 +283,7 @@ class _Run:
 
 
 def _numbers_of(values: Sequence[str] | None) -> dict[str, float]:
-    """Parse the numbers of all --value, by name."""
+    """Parse all ``--value NAME=NUMBER``: name → number."""
     parsed: dict[str, float] = {}
     for text in values or ():
         name, _, number = text.partition("=")
@@ -295,7 +295,7 @@ def _numbers_of(values: Sequence[str] | None) -> dict[str, float]:
 
 
 def _exchange(way: "Way") -> Callable[..., None]:
-    """Make the command split or merge; both have the same options."""
+    """Return the command ``way``, split or merge; both have the same options."""
 
     def run(
         source: Source,

@@ -7,17 +7,17 @@
 =========  ============================================================================================================
 direction  piece
 =========  ============================================================================================================
-split      the elements of a part in one stored item: a view of the bytes of the fused elements
-merge      a rectangle of the fused tensor, put together from the items of the parts, wherever they are
+split      the elements of one part in one stored item: a strided view of the item's bytes
+merge      a rectangle of the fused tensor, assembled from items of its parts in any files
 =========  ============================================================================================================
 
-The source is not changed, and nothing is written before it was found to be whole. Each rank keeps its own files, of at
-most about 1 GiB. DST appears as a whole or not at all. The next process removes a DST.partial that a killed one left.
+The source is not changed. Writing begins when the source was found to be whole. Each rank keeps its own files, of about
+1 GiB at most. A local DST appears as a whole or not at all; the next run removes the DST.partial of a killed one.
 
 *Sidecars* are files without tensors of the model that belong to a checkpoint and are copied with it: tokenizer,
 ``config.json``, Megatron's ``common.pt`` and ``metadata.json``, the state of schedulers, of random numbers and of
-trainers. Data that are not the checkpoint's own (files of another one saved here before, other formats of the same
-weights) stay behind, and are named.
+trainers. Other data (files of a checkpoint saved here before, other formats of the same weights) are not copied; a
+note names them.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ _MARK = ".being-written"  # marks our own partial folders
 
 
 class Piece(NamedTuple):
-    """Something to write: a rectangle of a tensor, or an object."""
+    """One item to write: a rectangle of a tensor, or an object (``region`` is None)."""
 
     key: str
     region: TensorRegion | None
@@ -80,17 +80,17 @@ class Piece(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """A new checkpoint that is planned, and not yet written."""
+    """The plan of a new checkpoint, before it is written."""
 
     checkpoint: Checkpoint  # the old one, found to be whole
     tensors: Mapping[str, StoredTensor]  # of the new one, without chunks yet
-    objects: tuple[str, ...]
-    files: Mapping[str, Sequence[Piece]]  # by file
-    paths: Mapping[str, stored.Path]  # of values in the nested state dict, if known
+    objects: tuple[str, ...]  # keys of objects
+    files: Mapping[str, Sequence[Piece]]  # new file → its pieces
+    paths: Mapping[str, stored.Path]  # key → path in the nested state dict, if known
     exchange: Exchange = Exchange()  # the plan of a split or merge
     heads: Mapping[str, bytes] = {}  # bytes at the start of files of safetensors
     notes: tuple[str, ...] = ()  # for people
-    sidecars: Mapping[str, bytes | None] = {}  # with their new content; None: copy the old one
+    sidecars: Mapping[str, bytes | None] = {}  # file → its new content; None: copy the old file
     headline: str = ""  # a line for people
 
     @property
@@ -104,7 +104,7 @@ class Rewrite(NamedTuple):
         return sum(self.file_bytes().values())
 
     def file_bytes(self) -> dict[str, int]:
-        """Return the size of the pieces of each file in bytes, without the zip format around pieces of DCP."""
+        """Return each file's size in bytes, without the zip format around pieces of DCP."""
         return {
             file: len(self.heads.get(file, b"")) + sum(piece.nbytes for piece in pieces)
             for file, pieces in self.files.items()
@@ -140,7 +140,7 @@ def as_table(rewrite: Rewrite) -> list[str]:
 
 
 def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
-    """Plan the new checkpoint. No data are read."""
+    """Plan the new checkpoint of an exchange, without reading data."""
     if checkpoint.refusal:
         raise CheckpointError(checkpoint.refusal)
     new = _NewFiles(checkpoint)
@@ -174,7 +174,7 @@ def plan_rewrite(checkpoint: Checkpoint, exchange: Exchange) -> Rewrite:
 
 
 class _NewFiles:
-    """Collects pieces by the rank whose file gets them."""
+    """Collects pieces by the rank whose files they go to."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -183,7 +183,7 @@ class _NewFiles:
         self.objects: dict[str, None] = {}
 
     def add(self, file: str, piece: Piece) -> None:
-        """Add a piece to the file that replaces an old file, or all files of a rank."""
+        """Add a piece to the new files of the rank that wrote ``file``; other names get a new file each."""
         if piece.region is None:
             self.objects[piece.key] = None
         rank = re.fullmatch(r"__(\d+)_\d+\.distcp", file)
@@ -206,7 +206,7 @@ class _NewFiles:
         stored, empty = self.checkpoint.tensors[fusion.fused].chunks, dict.fromkeys(fusion.parts)
         most = LARGEST_PIECE_BYTES // fusion.dtype.itemsize
         for source in stored:
-            rectangles = [(source.region, 0)]  # with the first element of each in the memory of the chunk
+            rectangles = [(source.region, 0)]  # rectangle, and its first element's index in the chunk
             if fusion.is_flat:
                 flat_range = source.offsets[0], source.offsets[0] + source.sizes[0]
                 found = chunks_of(fusion.shape, flat_range).chunks
@@ -226,7 +226,7 @@ class _NewFiles:
     def add_merged(self, fusion: Fusion) -> None:
         parts = [self.checkpoint.tensors[part] for part in fusion.parts]
         stored = [chunk for part in parts for chunk in part.chunks]
-        # Pieces as large as a rank's share of all parts, in turns to the same files: loading reads no more than before.
+        # Pieces are as large as a rank's share of all parts, dealt to the same files in turns: loads read no more data.
         shares = (len(fusion.parts) * chunk.numel for chunk in stored)
         numel = min(max(shares, default=1), LARGEST_PIECE_BYTES // fusion.dtype.itemsize)
         files = itertools.cycle(dict.fromkeys(chunk.file for chunk in stored))
@@ -236,7 +236,7 @@ class _NewFiles:
 
 
 def given(key: str, content: bytes | Tensor, region: TensorRegion | None = None) -> Piece:
-    """Return a piece of known content: an object, or a rectangle."""
+    """Return a piece whose content is at hand: an object, or a rectangle of a tensor."""
     return Piece(key, region, content.nbytes if isinstance(content, Tensor) else len(content), lambda reader: content)
 
 
@@ -244,7 +244,7 @@ _Sized = TypeVar("_Sized")
 
 
 def in_files(some: Iterable[_Sized], nbytes_of: Callable[[_Sized], int], file_bytes: int) -> list[list[_Sized]]:
-    """Divide pieces, or keys, into files, in their order, as many as fit together."""
+    """Divide pieces or keys into files, in order; each file takes as many as fit into ``file_bytes``."""
     files: list[list[_Sized]] = []
     filled = 0
     for each in some:
@@ -257,7 +257,7 @@ def in_files(some: Iterable[_Sized], nbytes_of: Callable[[_Sized], int], file_by
 
 
 def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chunk]]:
-    """Divide a rectangle of a fused tensor into its parts; strides and starts are of its row-major buffer."""
+    """Yield the rectangles of each part in a fused rectangle; starts and strides index its row-major buffer."""
     chunk = Chunk(region.offsets, region.sizes, 0, contiguous_strides(region.sizes))
     if not fusion.shape:  # a single element, without a dimension to divide
         yield 0, chunk
@@ -272,11 +272,11 @@ def _pieces_of(fusion: Fusion, region: TensorRegion) -> Iterator[tuple[int, Chun
 def _carved(
     key: str, region: TensorRegion, dtype: torch.dtype, source: StoredChunk, start: int, strides: tuple[int, ...]
 ) -> Piece:
-    """Return the piece of a rectangle whose elements one item has, from ``start`` on."""
+    """Return the piece of a rectangle that one item holds; ``start``: index of the rectangle's first element there."""
 
     def read(reader: ItemReader) -> Tensor:
         view = _view(reader.bits(source, dtype), region.sizes, start, strides)
-        if view.is_contiguous():  # a storage of its own, without a copy: torch.save writes whole storages
+        if view.is_contiguous():  # from_numpy makes a storage of the view, without a copy: torch.save writes whole ones
             return typed(torch.from_numpy(view.numpy()), dtype)
         return typed(torch.empty(view.shape, dtype=torch.uint8).copy_(view), dtype)
 
@@ -293,7 +293,7 @@ def _gathered(fusion: Fusion, region: TensorRegion, parts: Sequence[StoredTensor
 
 
 def _view(bits: Tensor, sizes: Sequence[int], start: int, strides: Sequence[int]) -> Tensor:
-    """View a rectangle in the bytes of elements, one row for each."""
+    """View a rectangle in ``bits``, the bytes of elements with one row per element; start and strides in elements."""
     itemsize = bits.shape[-1]
     at = int(bits.storage_offset()) + start * itemsize
     return bits.as_strided((*sizes, itemsize), (*(stride * itemsize for stride in strides), 1), at)
@@ -303,7 +303,7 @@ def _view(bits: Tensor, sizes: Sequence[int], start: int, strides: Sequence[int]
 
 
 def check_destination(source: str, destination: str) -> None:
-    """Raise if the destination exists, or if it or the source lies inside of the other."""
+    """Raise if the destination cannot be made: it exists, or one of source and destination lies inside the other."""
     old, new, path = _place(source), _place(destination), Path(destination)
     is_there, has_no_parent = os.path.lexists(path), not path.parent.is_dir()
     if "://" in destination:
@@ -327,7 +327,7 @@ def check_destination(source: str, destination: str) -> None:
 
 
 def _place(path: str) -> str:
-    """Return the prefix of all paths inside of this one."""
+    """Return the path (absolute if local) with a slash at the end: the prefix of all paths inside of it."""
     if path.startswith(("file://", "local://")):
         path = path.partition("://")[2]
     return os.path.join(path if "://" in path else Path(path).resolve(), "")
@@ -338,10 +338,10 @@ def write(
 ) -> None:
     """Write the new checkpoint, and seal it if it is one of DCP; remove it after an error.
 
-    ``max_memory_bytes``: for pieces that are put together, over all threads. ``advance`` is called with numbers of
-    bytes written, from any thread.
+    ``max_memory_bytes``: limit for assembled pieces and mapped items of all threads. ``advance``: called from any
+    thread, with the number of bytes written since its last call.
     """
-    # Each thread has one piece, and an item of the old checkpoint mapped; at least one thread runs.
+    # Each thread holds one piece and maps one item of the old checkpoint; at least one thread runs.
     checkpoint = rewrite.checkpoint
     mapped_bytes = max((item.length_bytes for _, item in checkpoint.items()), default=0)
     each_bytes = min(LARGEST_PIECE_BYTES, rewrite.nbytes) + mapped_bytes + 1
@@ -368,7 +368,7 @@ _MAX_FILES = 1000
 
 
 def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
-    """Check that nothing of a checkpoint is missing; return it with its sidecars, and notes on both."""
+    """Check that a checkpoint is whole; return it with its sidecars, and with notes on copied and ignored files."""
     check_whole(checkpoint, threads)
     folder, known = checkpoint.folder, {*(checkpoint.own_files or ()), *checkpoint.items_by_file()}
     files: list[str] = []
@@ -378,7 +378,7 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
         if name in known or (name.endswith("/") and any(file.startswith(name) for file in known)):
             continue
         inside, nbytes = [], 0
-        with contextlib.suppress(OSError):  # links that lead nowhere, or in a circle
+        with contextlib.suppress(OSError):  # symbolic links that lead nowhere, or in a circle
             found = list(itertools.islice(_files_in(folder, name), _MAX_FILES + 1))
             inside, nbytes = found, sum(map(folder.size_bytes, found))
         has_data = any(DATA.fullmatch(file.rpartition("/")[2]) for file in (name.removesuffix("/"), *inside))
@@ -388,7 +388,7 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
             room_bytes -= nbytes
         else:
             left.append(name)
-    copied = [file for file in files if file != RECORD_FILE]  # which split and merge write anew
+    copied = [file for file in files if file != RECORD_FILE]  # split and merge write a new record
     listed = (("copied", copied), ("not copied, as not of the checkpoint", left))
     notes = [f"{what}: {some_of(names, _NAMES_IN_NOTES)}" for what, names in listed if names]
     notes += [*checkpoint.notes, *notes_on_checksums(checkpoint)]
@@ -396,7 +396,7 @@ def whole(checkpoint: Checkpoint, threads: int) -> Checkpoint:
 
 
 def _files_in(folder: Folder, name: str) -> Iterator[str]:
-    """List the file itself, or all files in a folder."""
+    """Yield the file ``name``, or, if it ends in ``/``, all files in that subfolder."""
     if not name.endswith("/"):
         yield name
         return
@@ -408,7 +408,7 @@ def read_sidecar(folder: Folder, file: str) -> bytes:
     """Read a sidecar; compare a file of ``torch.save`` with its checksums."""
     try:
         content = read_file(folder, file, _MAX_BYTES)
-        # One damaged bit cannot hide both ends of a zip file. Files of torch.save before 1.6 are not zip files.
+        # Look at both ends of a zip file: one damaged bit hides only one of them. Before torch 1.6, files are no zips.
         if file.endswith(TORCH_SUFFIXES) and (content.startswith(b"PK\3\4") or is_zip_end(content)):
             Archive(memoryview(content)).read_all()
     except DamagedError as error:
@@ -419,14 +419,14 @@ def read_sidecar(folder: Folder, file: str) -> bytes:
     return content
 
 
-# Files, and the folder that takes its name at the end -----------------------------------------------------------------
+# Files, and the folder that gets its final name at the end -----------------------------------------------------------
 
 _Place = tuple[str, TensorRegion | None, _StorageInfo]
 """Key and rectangle of a piece, and its place in the new files."""
 
 
 class _Stream(io.BufferedWriter):
-    """Writes large tensors in slices that fit into caches, three times as fast as 128 MiB at once."""
+    """Writes data in slices that fit into caches, three times as fast as 128 MiB in one write."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
@@ -436,7 +436,7 @@ class _Stream(io.BufferedWriter):
 
 
 def _save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, threads: int, advance: Advance) -> None:
-    """Write all files of a checkpoint of DCP, and its metadata, or all files of safetensors."""
+    """Write all files of the new checkpoint; for one of DCP (without ``heads``), write ``.metadata`` as well."""
     stop = threading.Event()
 
     def write(file: str) -> list[_Place]:
@@ -455,7 +455,7 @@ def _save(rewrite: Rewrite, reader: ItemReader, folder: Path, destination: str, 
                     stream.write(found.reshape(-1).view(torch.uint8).numpy().data)
                 else:
                     torch.save(found, cast(IO[bytes], stream))
-                del found  # before the next one is read
+                del found  # free this piece before the next one is read
                 places.append((piece.key, piece.region, _StorageInfo(file, begin, stream.tell() - begin)))
                 advance(piece.nbytes)
             stream.flush()
@@ -477,7 +477,7 @@ def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.M
         key: dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), [])
         for key, tensor in rewrite.tensors.items()
     }
-    # The number in a chunk's index tells DCP where to look first.
+    # The number in a MetadataIndex is the chunk's place in the list, where DCP looks first.
     stored = {dcp.MetadataIndex(key): info for key, region, info in places if region is None}
     regions = {(key, region): info for key, region, info in places if region is not None}
     for key, region in sorted(regions):
@@ -495,9 +495,9 @@ def _metadata(rewrite: Rewrite, places: list[_Place], destination: str) -> dcp.M
 
 @contextlib.contextmanager
 def appearing(destination: str, *, is_file: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to ``destination``, or sent there, at the end; remove it after an error.
+    """Yield an empty folder; at the end, rename it to ``destination`` or send it there. Remove it after an error.
 
-    ``is_file``: yield the path of a file in it instead, which becomes ``destination``.
+    ``is_file``: yield the path of a file in that folder instead; this file becomes ``destination``.
     """
     try:
         if "://" in destination:
@@ -528,7 +528,7 @@ def appearing(destination: str, *, is_file: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Path]:
-    """Lock a folder against other processes, and empty it except for its mark."""
+    """Create a folder, or take one that has our mark; lock it against other processes; remove all but the mark."""
     mark = folder / _MARK
     folder.mkdir(exist_ok=True)
     names = os.listdir(folder)
@@ -538,7 +538,7 @@ def held(folder: Path) -> Iterator[Path]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last process may have finished, and renamed the folder.
+            # The process that held the lock may have finished and renamed the folder: is this still the same mark?
             is_ours = os.path.samestat(os.fstat(lock), os.stat(mark))
         except OSError:
             is_ours = False
@@ -554,7 +554,7 @@ def held(folder: Path) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush a folder's directory entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -563,7 +563,7 @@ def _sync(folder: Path) -> None:
 
 
 def _send(folder: Path, url: str) -> None:
-    """Send all files to a URL; remove them again if one fails."""
+    """Send all files to a URL, ``.metadata`` last; remove them again if one fails."""
     remote = RemoteFolder(url)
     fs, root = remote.fs, remote.root
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
@@ -581,7 +581,7 @@ def _send(folder: Path, url: str) -> None:
 
 
 def written(error: BaseException) -> CheckpointError:
-    """Return the error for a failed write, also for torch's own errors of a full disk."""
+    """Return the error to raise for a failed write; find the OSError that torch's own errors wrap."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__

@@ -1,15 +1,15 @@
-"""Save checkpoints while training goes on, and start again after whatever stopped the last run.
+"""Save checkpoints while training continues, and resume however the last run ended.
 
     torchrun --standalone --nproc-per-node 2 examples/async_checkpoint.py --folder checkpoints
     torchrun --standalone --nproc-per-node 2 examples/async_checkpoint.py --folder checkpoints --steps 80    # goes on
 
-A loop to copy from: `Checkpoints` is all of it. What it promises, whenever the processes are killed:
+Copy the class `Checkpoints` into your loop. It keeps these promises, no matter when the processes are killed:
 
     step-00000020/      complete: `latest` may name it
-    step-00000030/      being written: nobody reads it, and the next run deletes it
-    latest              the name of the newest complete checkpoint; renamed into place, so it is the old or the new one
+    step-00000030/      being written: no process reads it, and the next run deletes it
+    latest              the name of the newest complete checkpoint; a rename replaces the old file by the new one
 
-It runs on CUDA devices where there are any, else on the CPU.
+Runs on CUDA devices if there is one for each rank, else on the CPU.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class Checkpoints:
         self._is_first_rank = dist.get_rank() == 0
         # One stager for all saves: it keeps the host memory into which it copies the model.
         self._stager = ArenaStager(optimizer)
-        # The writing threads talk to each other while training does: in a group of their own, on the CPU. In the same
-        # one as training, collectives of both would mix.
+        # Threads that write communicate across ranks while training does. They need a group of their own, on the CPU:
+        # in training's group, the collectives of both would mix.
         self._group = dist.new_group(backend="gloo")
         self._running: tuple[str, Future[Any]] | None = None
 
     def save(self, step: int) -> None:
-        """Returns as soon as training may go on; the file gets the state of this moment."""
-        self.finish()  # one at a time. It has had all the steps since to be written
+        """Start a save of the state of this moment; return as soon as training may continue."""
+        self.finish()  # one save at a time: the last one had all steps since then to end
         name = f"step-{step:08d}"
-        # Make the state dict right here. One from before the last step may show state from before it or after it.
+        # Make the state dict here: one made before the last step may have state from before or after that step.
         state = {
             "model": get_model_state_dict(self._model),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
@@ -79,39 +79,39 @@ class Checkpoints:
         self._running = name, future
 
     def poll(self) -> None:
-        """Call it now and then: makes a save that is done the latest, without waiting for one that is not."""
+        """Publish the running save if it is done, without waiting for it; call this now and then."""
         if self._running is not None and self._running[1].done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save that is running, if any."""
+        """Wait for the running save, if any, and publish it."""
         if self._running is None:
             return
         name, future = self._running
         self._running = None
         error = future.exception()
         if error is not None:
-            # A full disk costs one checkpoint, not the run; `latest` names the one before. Every rank comes here.
+            # A full disk costs one checkpoint, not the run; `latest` names the one before. All ranks get the error.
             log(f"checkpoint {name} failed: {error}")
             return
-        # The metadata is written by the first rank when all ranks have written their data, so with its future alone
-        # the checkpoint is known to be complete: no barrier.
+        # The first rank writes the metadata after all ranks have written their data. So when its own future is done,
+        # the checkpoint is complete, and no barrier is needed.
         if self._is_first_rank:
             self._publish(name)
             self._delete_old(name)
 
     def load_latest(self) -> int:
-        """Brings model and optimizer to the newest complete checkpoint. Returns its step; 0 without any."""
+        """Load the newest complete checkpoint into model and optimizer; return its step, 0 if there is none."""
         found = [self._newest() if self._is_first_rank else None]
-        dist.broadcast_object_list(found)  # all ranks the same, whatever a network disk shows them
+        dist.broadcast_object_list(found)  # all ranks load the same one: a network disk may show them different files
         name = found[0]
         if self._is_first_rank:
             self._delete_unfinished(name)
-        dist.barrier()  # nobody writes before that
+        dist.barrier()  # no rank may write before unfinished checkpoints are deleted
         if name is None:
             return 0
-        # for_load=True gives the host memory in which state will live, though there is none yet. What is loaded is
-        # where it belongs: nothing passes through the device, and no memory is taken for a second copy.
+        # for_load=True gives the host memory in which state will be, though the optimizer has no state yet. DCP loads
+        # into this memory: nothing passes through the device, and no second copy is needed.
         state = {
             "model": get_model_state_dict(self._model),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer, for_load=True),
@@ -131,7 +131,7 @@ class Checkpoints:
         with temporary.open("w") as file:
             file.write(name)
             file.flush()
-            os.fsync(file.fileno())  # a rename may reach the disk before what was written
+            os.fsync(file.fileno())  # else the rename may reach the disk before the content
         temporary.replace(self._folder / "latest")
 
     def _delete_old(self, newest: str) -> None:
@@ -143,7 +143,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def _delete_unfinished(self, newest: str | None) -> None:
-        """What an interrupted run has left: it would be in the way when this run comes to the same step."""
+        """Delete what an interrupted run has left: it would be in the way when this run comes to the same step."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob("step-*"):
             if newest is None or path.name > newest:
@@ -176,16 +176,16 @@ def build(width: int, device: torch.device) -> tuple[nn.Module, torch.optim.Opti
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     policy = OffloadPolicy(
         bucket_bytes=4 * MIB,
-        # Second homes for the state: while one home is being written to disk, steps store into the other. This is an
-        # upper limit, so it means all of the state. Host memory too short for that? With less, or 0, the first step
-        # after a save waits until the file is written, and nothing else changes.
+        # Host memory for a second copy (home) of the state: while one is being written to disk, steps store into the
+        # other. This is an upper limit: 1 << 50 means all of the state. If you have less host memory, lower it, even to
+        # 0: then the first step after a save waits until the file is written.
         snapshot_bytes=1 << 50,
     )
     return model, offload_optimizer(optimizer, model=model, policy=policy)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, width: int, step: int, device: torch.device) -> None:
-    # The batch follows from step and rank, so a checkpoint needs no position in the data.
+    # Step and rank determine the batch, so a checkpoint needs no position in the data.
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     x = torch.randn(8, width, generator=generator).to(device)
     (model(x) - x.sin()).pow(2).mean().backward()
@@ -208,7 +208,7 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def checksum(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Of parameters and state, over all ranks: the same for two runs whose bits are the same."""
+    """Return a sum over parameters and state of all ranks, which is equal for runs with the same bits."""
     tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
     local = [getattr(tensor, "_local_tensor", tensor).detach().cpu().double().abs().sum() for tensor in tensors]
     total = torch.stack(local).sum()
@@ -228,12 +228,12 @@ def log(text: str) -> None:
 
 @contextmanager
 def join_world() -> Iterator[torch.device]:
-    """The process group that torchrun describes in the environment; without torchrun, a group of this process alone."""
+    """Join torchrun's process group, or without torchrun one of this process alone; yield this rank's device."""
     device = torch.device("cpu")
     if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    # Gloo beside NCCL: checkpoints are planned, and written, from the CPU.
+    # Gloo in addition to NCCL: planning and writing a checkpoint communicate on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -242,7 +242,7 @@ def join_world() -> Iterator[torch.device]:
     yield device
     dist.barrier()
     dist.destroy_process_group()
-    gc.collect()  # what refers to the group goes with its threads: now, not while the interpreter shuts down
+    gc.collect()  # free the last references to the group, and so end its threads, before the interpreter shuts down
 
 
 def positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Trainer and accelerate with a Llama-shaped model, plain and offloaded: memory, speed, and the same bits.
+"""Compare plain and offloaded training by Trainer and accelerate, with a Llama's shapes: memory, speed, and bits.
 
     torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer accelerate
     torchrun --standalone --nproc-per-node 2 examples/benchmark_frameworks.py trainer --size small --part save
@@ -6,9 +6,9 @@
     python examples/benchmark_frameworks.py table --records runs/frameworks.jsonl
 
 FSDP2 with bf16 compute over fp32 parameters, random weights and tokens, fused AdamW, clipping, a schedule, accumulation
-of two and evaluations in between. ``measure`` trains plainly and under each policy in one process, and compares losses,
-norms, parameters and state bit by bit. ``save`` does so while saving half way, and trains a second time where there is
-such a thing; ``resume`` goes on from these checkpoints in a fresh process: each run from the other's.
+of two and evaluations in between. ``measure`` trains plainly and with each policy in one process, and compares losses,
+norms, parameters and state bit by bit. ``save`` trains plainly and with one policy, saves half way, and compares; for
+Trainer, it also calls ``train()`` twice. ``resume`` continues from both checkpoints in a fresh process.
 On the CPU (``--size tiny``) accelerate has to be told that FSDP is allowed; nothing else differs.
 """
 
@@ -49,7 +49,7 @@ CLIP_AT = 1.0
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama and its batches on each rank."""
+    """Sizes of a Llama, and of a micro-batch of each rank."""
 
     width: int
     inner: int
@@ -67,14 +67,14 @@ SIZES = {
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
-    # What a loop that clips allows; it measures until step 14, and keeps what the forward is too short to hide.
+    # The most overlap for a loop that clips. It measures until step 14, then keeps state that no forward can hide.
     "overlapped": {"overlap": "forward"},
 }
 
 
 @dataclass
 class Run:
-    """What to train, and what was seen of it."""
+    """Settings of one training, and what was measured in it."""
 
     size: Size
     steps: int
@@ -96,11 +96,11 @@ class Run:
 
     @property
     def evaluate_every(self) -> int:
-        """Steps; such that neither what "auto" measures nor the last step is disturbed."""
+        """Return after how many steps to evaluate; this disturbs neither measurements of "auto" nor the last step."""
         return max(2, self.steps * 9 // 20)
 
     def begin(self) -> None:
-        """The model is sharded, and the optimizer made: what came before is no part of the peak."""
+        """Begin to measure; call it when model and optimizer are made, so that their making does not count."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -111,7 +111,7 @@ class Run:
         self._pending.append(loss.detach())
 
     def step_over(self) -> None:
-        """Read the losses, as a loop that logs does, and take the time since the last step."""
+        """Read the losses, as a loop that logs does, and record the time since the last step."""
         self.losses += [loss.item() for loss in self._pending]
         self._pending.clear()
         now = time.perf_counter()
@@ -121,18 +121,18 @@ class Run:
         self._since, self._disturbed = now, False
 
     def disturbed(self) -> None:
-        """An evaluation or a save is in the time of the step that comes."""
+        """Leave out the time of the next step, which has an evaluation or a save in it."""
         self._disturbed = True
 
     def tokens(self, number: int) -> Tensor:
-        """Of one micro-batch, another on each rank."""
+        """Return the tokens of one micro-batch, which differ from rank to rank."""
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         shape = (self.size.sequences, self.size.length)
         return torch.randint(0, self.size.vocabulary, shape, generator=generator).to(self.device)
 
 
 def allow_fsdp_on_the_cpu(state: Any, plugin: Any) -> None:
-    """accelerate leaves FSDP to accelerators; what it does after these lines is the same on the CPU."""
+    """Switch on accelerate's FSDP, which it allows on accelerators only; its further code also works on the CPU."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -160,7 +160,7 @@ def transformers_llama(size: Size, device: torch.device) -> Any:
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """For the Trainer, which draws and batches by itself."""
+    """Random tokens for the Trainer, which shuffles and batches by itself."""
 
     def __init__(self, size: Size, number: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -257,7 +257,7 @@ def train_with_trainer(run: Run) -> list[torch.optim.Optimizer]:
     if run.again:
         for module in trainer.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # the last evaluation left the root gathered, and accelerate trips over it
+                module.reshard()  # the last evaluation left the root gathered, and accelerate would fail
         arguments.max_steps = 3
         trainer.train()
     return [trainer.optimizer]
@@ -329,7 +329,7 @@ FRAMEWORKS: dict[str, tuple[Callable[[Run], list[torch.optim.Optimizer]], list[s
 
 
 def what_is_left(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
-    """This rank's parameters, state and counters, where they are."""
+    """Return this rank's parameters, state and counters, on the devices where they are."""
     left = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -340,7 +340,7 @@ def what_is_left(optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
 
 
 def same_everywhere(same: bool, device: torch.device) -> bool:
-    """Whether it is so on all ranks."""
+    """Tell whether ``same`` is true on all ranks."""
     answer = torch.tensor(int(same), device=device)
     dist.all_reduce(answer, dist.ReduceOp.MIN)
     return bool(answer.item())
@@ -362,10 +362,10 @@ class Records:
 
 
 def train(args: argparse.Namespace, device: torch.device, name: str, **how: Any) -> tuple[Run, list[Any]]:
-    """One run of the framework, from nothing or from a checkpoint, and its optimizers at the end."""
+    """Train once in the framework, from scratch or from a checkpoint; return the run and its optimizers."""
     from accelerate.state import AcceleratorState, GradientState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the run before in this process
+    AcceleratorState._reset_state(reset_partial_state=True)  # forget the run before in this process
     GradientState._reset_state()
     policy = None if name.startswith("plain") else {**POLICIES[name], **args.policy}
     how.setdefault("folder", args.folder / args.framework / name)
@@ -386,7 +386,7 @@ def train(args: argparse.Namespace, device: torch.device, name: str, **how: Any)
 def figures_of(run: Run, optimizers: list[torch.optim.Optimizer], device: torch.device) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated() - run.held_bytes  # parameters and state to compare with
+        peak_bytes = torch.cuda.max_memory_allocated() - run.held_bytes  # held: the plain run's results
         reserved_bytes = torch.cuda.max_memory_reserved() - run.held_reserved_bytes
         peaks = torch.tensor([peak_bytes, reserved_bytes, run.held_bytes], device=device)
         dist.all_reduce(peaks, dist.ReduceOp.MAX)
@@ -405,13 +405,13 @@ def figures_of(run: Run, optimizers: list[torch.optim.Optimizer], device: torch.
 
 
 def measure(args: argparse.Namespace, device: torch.device, records: Records) -> bool:
-    """Plain, and offloaded with each policy: figures, and whether losses and what is left are the same."""
+    """Train plainly and with each policy; record figures, and whether losses, parameters and state are the same."""
     plain: Run | None = None
     left: list[Tensor] = []
     all_same = True
     for name in ("plain", *POLICIES, "plain again"):
         if name == "plain again" and all_same:
-            break  # else it tells whether the plain run repeats itself
+            break  # after a difference, a second plain run shows whether plain training repeats itself
         began = time.perf_counter()
         run, optimizers = train(args, device, name)
         figures = figures_of(run, optimizers, device)
@@ -448,7 +448,7 @@ def note_of(args: argparse.Namespace, name: str) -> Path:
 
 
 def save(args: argparse.Namespace, device: torch.device, records: Records) -> bool:
-    """Plain and offloaded, each saving half way; notes for ``resume``. A second ``train()`` where there is one."""
+    """Train plainly and offloaded, save half way, and write notes for ``resume``; for Trainer, call train() twice."""
     notes = []
     half = args.steps // 2
     for name in ("plain", "overlapped"):
@@ -471,7 +471,7 @@ def save(args: argparse.Namespace, device: torch.device, records: Records) -> bo
 
 
 def resume(args: argparse.Namespace, device: torch.device, records: Records) -> bool:
-    """In a fresh process: each run from each one's checkpoint."""
+    """Continue in a fresh process: offloaded from both checkpoints, plain from the offloaded run's."""
     half = args.steps // 2
     whole = json.loads(note_of(args, "plain").read_text())
     all_same = True
@@ -488,7 +488,7 @@ def resume(args: argparse.Namespace, device: torch.device, records: Records) -> 
 
 
 def print_table(path: Path) -> None:
-    """The records as a table in Markdown."""
+    """Print the records as a table in Markdown."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     print("| devices | framework | | peak GiB | reserved GiB | tokens/s | step ms | same losses, bits |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -527,7 +527,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_device else torch.device("cpu")
     if on_device:
         torch.accelerator.set_device_index(device.index)
-        # The backward of flash attention adds up in any order otherwise, also if it is only to be warned of.
+        # Otherwise, and even with warn_only=True, the backward of flash attention adds in any order.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_device else "gloo", device_id=device if on_device else None)
@@ -549,7 +549,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             part = {"measure": measure, "save": save, "resume": resume}[args.part]
             same = part(args, device, records) and same
-        except Exception:  # noqa: BLE001  what failed is a record too, and the other frameworks still run
+        except Exception:  # noqa: BLE001  record the failure, and still run the other frameworks
             traceback.print_exc()
             error = traceback.format_exc()[-1500:]
             records.write("framework-failed", framework=args.framework, part=args.part, error=error)

@@ -1,4 +1,4 @@
-"""A bf16 model trained without masters, with masters, and with their lower 16 bits only, beside an fp32 reference.
+"""Train a bf16 model without masters, with masters, and with their lower 16 bits only; compare with an fp32 reference.
 
     python examples/bf16_master_weights.py                # 2 ranks
     python examples/bf16_master_weights.py --ranks 3 --steps 100
@@ -7,11 +7,11 @@ or the ranks by themselves:
 
     torchrun --standalone --nproc-per-node 2 examples/bf16_master_weights.py
 
-A bf16 number has 8 significant bits, so a weight of 0.1 has its neighbours 0.0005 away, and a smaller update is rounded
-off: without masters the loss stops falling early. After `add_masters` the optimizer updates fp32 masters, here in host
-memory, and the bf16 weights are written from them. The reference is an fp32 model with a plain
-optimizer, which is given the gradients of the bf16 model in every step: its weights must be the masters, bit by bit.
-Exit code 0 means that they are. It runs on CUDA devices where there are enough, else on the CPU.
+A bf16 number has 8 significant bits, so the neighbours of a weight of 0.1 are 0.0005 away, and smaller updates are
+rounded off: without masters the loss stops falling early. After `add_masters` the optimizer updates fp32 masters, here
+in host memory, and writes the bf16 weights from them. The reference, an fp32 model with a plain optimizer, is given the
+bf16 model's gradients in every step; its weights must be the masters, bit by bit. Exit code 0 means that they are.
+Runs on CUDA devices if there is one for each rank, else on the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMES = {"none": "bf16, no masters", "fp32": "bf16, masters", "remainder": "bf16
 
 
 def build(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same bf16 weights in every model; the reference has them in fp32."""
+    """Build a model with the same bf16 weights on every call; the reference has them as fp32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     model.to(device, torch.bfloat16).to(dtype)
@@ -51,7 +51,7 @@ def loss_of(model: nn.Module, step: int, device: torch.device) -> Tensor:
 
 
 def master_of(param: Tensor, kept: Tensor) -> Tensor:
-    """The fp32 master. What is kept as int16 are its lower bits; the parameter is the upper ones, rounded."""
+    """Return the fp32 master. int16 ``kept`` are its lower 16 bits; the parameter is its upper 16 bits, rounded."""
     if kept.dtype == torch.float32:
         return kept
     lower = kept.int()
@@ -60,7 +60,7 @@ def master_of(param: Tensor, kept: Tensor) -> Tensor:
 
 
 def differs(model: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Module) -> bool:
-    """On any rank: whether this rank's masters are not the reference's weights, bit by bit."""
+    """Tell whether, on any rank, a bit of the masters differs from the reference's weights."""
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     different = not all(
         torch.equal(
@@ -75,10 +75,10 @@ def differs(model: nn.Module, optimizer: torch.optim.Optimizer, reference: nn.Mo
 
 
 def train(kind: str, steps: int, device: torch.device) -> tuple[float, float, str]:
-    """The loss at the end, bytes of state for each parameter, and how it compares with the reference."""
+    """Train; return the last loss, bytes of state per parameter, and the result of the comparison."""
     model, optimizer = build(device, torch.bfloat16)
     reference, reference_optimizer = build(device, torch.float32)
-    # Small buckets, so that even this little state comes in several.
+    # Buckets are small, so that even this little state needs several of them.
     policy = OffloadPolicy(bucket_bytes=16384)
     if kind != "none":
         add_masters(optimizer, kind)
@@ -118,7 +118,7 @@ def run_as_rank(steps: int) -> bool:
     log("PASS" if passed else "FAIL")
     dist.barrier()
     dist.destroy_process_group()
-    gc.collect()  # what refers to the group goes with its threads: now, not while the interpreter shuts down
+    gc.collect()  # free the last references to the group, and so end its threads, before the interpreter shuts down
     return passed
 
 
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if run_as_rank(args.steps) else 1
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     command = [sys.executable, *launcher, __file__, "--steps", str(args.steps)]
-    # One thread for each rank, so that the ranks share the cores without waiting for each other.
+    # With one thread per rank, the ranks share the cores without waiting for each other.
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
 
 

@@ -1,10 +1,10 @@
-"""Show that offloading changes nothing: the same training three times, compared to the last bit.
+"""Show that offloading changes no result: run the same training three times, and compare all bits.
 
     python examples/demo_resume.py
     python examples/demo_resume.py --ranks 4 --steps 20 --layers 2
 
 `train_gpt.py` trains (1) with the plain optimizer, (2) with its state offloaded, and (3) offloaded again, but stopped
-half way and resumed from the checkpoint by new processes. Flags that are not this program's own go to `train_gpt.py`.
+half way and resumed from the checkpoint by new processes. Flags that this program does not know go to `train_gpt.py`.
 Exit code 0 means that all losses and gradient norms were equal.
 """
 
@@ -30,29 +30,29 @@ Metrics = list[dict[str, str]]
 
 
 class Training(NamedTuple):
-    """Numbers of a training, and the place of its state."""
+    """Metrics of a training, and where its optimizer state was."""
 
     metrics: Metrics
-    state_mb: tuple[float, float]  # of one rank at the end: beside the model, and on the host
+    state_mb: tuple[float, float]  # of one rank at the end: in the model's memory (on a GPU, the GPU's), and offloaded
 
 
 class TrainingError(Exception):
-    """A training that did not end well, with all it printed."""
+    """Raised if `train_gpt.py` fails; the message has all that it printed."""
 
 
 def train(ranks: int, flags: Sequence[str]) -> tuple[float, float]:
-    """Run `train_gpt.py`; returns how many MB of a rank's optimizer state are beside the model, and on the host."""
-    # Standalone: torchrun chooses a free port, so several demos can run at a time.
+    """Run `train_gpt.py`; return the MB of a rank's optimizer state in the model's memory, and offloaded."""
+    # --standalone lets torchrun choose a free port, so that several demos can run at the same time.
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, str(TRAIN_GPT), *flags]
-    # One thread for each rank, so that the ranks share the cores without waiting for each other.
+    # With one thread per rank, the ranks share the cores without waiting for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if result.returncode:
         raise TrainingError(f"{result.stdout}\nfailed with exit code {result.returncode}: {shlex.join(command)}")
-    # Without a GPU, all of it is host memory: what would be on the GPU is what lies beside the model.
+    # Without a GPU, all memory is host memory; the report still counts apart what would be on a GPU.
     taken = dict(re.findall(r"(state on the host|device memory taken) +(\S+ [GMk]?B)", result.stdout))
     if taken:
         return in_mb(taken["device memory taken"]), in_mb(taken["state on the host"])
@@ -70,7 +70,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def timed_run(name: str, ranks: int, metrics: Path, runs: Sequence[Sequence[str]]) -> Training:
-    """One or more `train_gpt.py` in sequence that make one training between them."""
+    """Run one or more `train_gpt.py` in sequence, which together make one training."""
     print(f"{name} ...", flush=True)
     started_s = time.perf_counter()
     states = [train(ranks, [*flags, "--metrics", str(metrics)]) for flags in runs]
@@ -79,7 +79,7 @@ def timed_run(name: str, ranks: int, metrics: Path, runs: Sequence[Sequence[str]
 
 
 def three_trainings(ranks: int, steps: int, flags: Sequence[str], folder: Path) -> dict[str, Training]:
-    # Small buckets, so that even this little state comes in several.
+    # Buckets are small, so that even this little state needs several of them.
     common = ["--device", "cpu", "--steps", str(steps), "--bucket-mib", "1", "--device-mib", "2", *flags]
     saving = [*common, "--offload", "--save-dir", str(folder / "checkpoints")]
     halves = [[*saving, "--stop-at", str(steps // 2)], [*saving, "--resume"]]
@@ -95,7 +95,7 @@ def three_trainings(ranks: int, steps: int, flags: Sequence[str], folder: Path) 
 
 
 def first_difference(reference: Metrics, other: Metrics) -> str:
-    """Where two trainings part, in words; empty if they never do."""
+    """Say where the metrics of two trainings first differ; return an empty text if they never do."""
     if len(reference) != len(other):
         return f"{len(other)} lines instead of {len(reference)}"
     for line, (expected, got) in enumerate(zip(reference, other, strict=True), start=1):

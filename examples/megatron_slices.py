@@ -1,4 +1,4 @@
-"""Parameters as Megatron-FSDP slices them: offloaded, split as its checkpoints are, saved, and loaded at another size.
+"""Offload parameters in Megatron-FSDP's slices; split them like its checkpoints, save, and load on other ranks.
 
     python examples/megatron_slices.py                             # 4 ranks save, 3 go on
     python examples/megatron_slices.py --ranks 2 --resume-ranks 4
@@ -8,15 +8,15 @@ or each half by itself:
     torchrun --standalone --nproc-per-node 4 examples/megatron_slices.py --save checkpoint
     torchrun --standalone --nproc-per-node 3 examples/megatron_slices.py --resume checkpoint
 
-Megatron-FSDP lays the parameters of a unit one after the other into a flat buffer and cuts that into equal shards, so a
-rank has a flat slice of a parameter, which may begin and end in mid-row, or nothing of it. No placement says that; the
-parameter itself does, in `megatron_fsdp_slice`. Here the parameters are made so without Megatron, and gradients come
-from a formula instead of a model. Everything else is what a training loop of Megatron would do:
+Megatron-FSDP lays the parameters of a unit one after the other into a flat buffer, and cuts it into equal shards. So a
+rank has a flat slice of a parameter, which may begin and end in mid-row, or nothing of it. No placement describes the
+slice; the parameter's attribute `megatron_fsdp_slice` does. Here such parameters are made without Megatron, and random
+gradients without a model. Everything else is what a training loop of Megatron would do:
 
-- `offload_optimizer`: the state lives in host memory, in slices like the parameters;
+- `offload_optimizer`: the state is in host memory, in slices like the parameters;
 - `get_optimizer_state_dict(fsdp_dtensor=True)`: the layout of Megatron's `fsdp_dtensor`;
 - `split_state_dict`: the halves of SwiGLU's `linear_fc1` become `linear_fc1.weight_w` and `_v`, in state too;
-- `save`, and `load` on another number of ranks, where every slice is another one.
+- `save`, and `load` on another number of ranks, where the slices are different.
 
 After both halves every rank compares its slices with a plain `torch.optim.AdamW` on whole tensors. Exit code 0 means
 that every bit is the same. Runs on the CPU.
@@ -70,7 +70,7 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def slices(ranks: int, rank: int) -> dict[str, slice]:
-    """Of each parameter, what this rank's shard of the buffer has of it."""
+    """Return the part of each flat parameter that a rank's shard of the buffer has."""
     total = sum(torch.Size(shape).numel() for shape in SHAPES.values())
     shard = -(-total // ranks)
     found, begin = {}, 0
@@ -83,7 +83,7 @@ def slices(ranks: int, rank: int) -> dict[str, slice]:
 
 
 def build(mesh: DeviceMesh, wholes: dict[str, Tensor]) -> nn.Module:
-    """Modules with Megatron's names, and parameters as its `param_and_grad_buffer.py` makes them."""
+    """Make modules with Megatron's names, and parameters like those of its `param_and_grad_buffer.py`."""
     model = nn.Module()
     for name, own in slices(mesh.size(), mesh.get_rank()).items():
         whole = wholes[name]
@@ -108,7 +108,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, 
         offload_states(optimizer)
         optimizer.zero_grad()
         release_states(optimizer)
-        for name, whole in gradients(step).items():  # Megatron's forward, backward and reduction
+        for name, whole in gradients(step).items():  # instead of Megatron's forward, backward and reduction
             param = model.get_parameter(f"module.{name}")
             local = whole.flatten()[own[name]].clone()
             param.grad = DTensor.from_local(
@@ -131,8 +131,8 @@ def start(mesh: DeviceMesh, wholes: dict[str, Tensor]) -> tuple[nn.Module, torch
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, for_load: bool = False) -> tuple[Any, Any]:
-    """What a checkpoint has, split: views of the slices, so that loading fills these."""
-    # state_dict() drops what parameters know of their slices; `model=` gives it back.
+    """Return the split state of a checkpoint, as views of this rank's slices: a load fills the slices."""
+    # state_dict() loses the parameters' slices; `model=` passes them on.
     optim_state = get_optimizer_state_dict(model, optimizer, for_load=for_load, fsdp_dtensor=True)
     return split_state_dict(model.state_dict(), optim_state, SWIGLU, values=VALUES, model=model)
 
@@ -158,7 +158,7 @@ def resume_half(folder: Path, mesh: DeviceMesh) -> bool:
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int) -> bool:
-    """This rank's slices with those of a plain optimizer on whole tensors; whether they are the same on all ranks."""
+    """Compare slices with a plain optimizer on whole tensors; tell whether they are the same on all ranks."""
     wholes = {name: nn.Parameter(whole) for name, whole in whole_values().items()}
     plain = torch.optim.AdamW(wholes.values(), lr=1e-2)
     for step in range(steps):

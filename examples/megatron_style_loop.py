@@ -1,19 +1,18 @@
-"""A training loop of Megatron's shape, which says itself when optimizer state is on the device and when it is not.
+"""A training loop like Megatron's, which says explicitly when optimizer state leaves the device and when it returns.
 
     python examples/megatron_style_loop.py --compare
     torchrun --standalone --nproc-per-node 2 examples/megatron_style_loop.py --width 2048 --compare
 
-Such loops take their parts from a ``config`` object, and end the gradients of a step in
+Such loops take their functions from a ``config`` object, and finish the gradients of a step in
 ``config.finalize_model_grads_func``. Three call sites keep the state off the device from one step to the next:
 
-- ``optimizer.offload_states()`` before the forward: what is on the device around the step (``device_bytes``) begins
-  to leave, beside the first kernels of the forward;
-- ``optimizer.release_states()`` before activations need the memory: what has arrived is freed, in the order of the
-  stream, without the host waiting for it;
-- ``reload_before`` around the hook: state comes back while gradients are finished, and the hook that was bound before
-  is called all the same.
+- ``optimizer.offload_states()`` before the forward: the state that is on the device around the step (``device_bytes``)
+  begins to leave during the first kernels of the forward;
+- ``optimizer.release_states()`` before activations need the memory: frees state that has reached the host, in stream
+  order, so that the host does not wait;
+- ``reload_before`` around the hook: state comes back while gradients are finished; the wrapped hook is still called.
 
-None of them blocks the host, and none changes a bit: with ``--compare`` the same loop runs with a plain optimizer, and
+No call blocks the host, and none changes a bit: with ``--compare`` the same loop also runs with a plain optimizer, and
 exit code 0 means that every loss and every parameter was the same. Runs on GPUs, or on the CPU with gloo.
 """
 
@@ -43,7 +42,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Config:
-    """What the loop takes from outside, as Megatron's ``TransformerConfig``."""
+    """Settings and functions that the loop is given, like Megatron's ``TransformerConfig``."""
 
     micro_batches: int
     finalize_model_grads_func: Callable[[nn.Module, Tensor], None]
@@ -78,14 +77,14 @@ class Model(nn.Module):
 
 
 def finalize_model_grads(model: nn.Module, num_tokens: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
-    """Losses are sums over tokens, of which every rank has another number: divide by that of all ranks."""
+    """Divide gradients of loss sums by the number of tokens on all ranks; each rank has another number of tokens."""
     dist.all_reduce(num_tokens, group=group)
     for param in model.parameters():
         param.grad.mul_(dist.get_world_size(group) / num_tokens)  # fully_shard has averaged over ranks
 
 
 def train_step(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, tell: Tell) -> Tensor:
-    """One step over all micro-batches. Returns this rank's part of the mean loss."""
+    """Train one step over all micro-batches; return this rank's part of the mean loss."""
     device = next(model.parameters()).device
     offloads = isinstance(optimizer, OffloadedOptimizer)
     if offloads:
@@ -111,7 +110,7 @@ def train_step(config: Config, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def batch(number: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(4, LENGTH) tokens and what follows them: always the same for the same number and rank."""
+    """Return (4, LENGTH) tokens and, as targets, the token after each; they depend on number and rank only."""
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     first = torch.randint(0, TOKENS, (4, 1), generator=generator)
     sequence = (first + 7 * torch.arange(LENGTH + 1)) % TOKENS
@@ -121,7 +120,7 @@ def batch(number: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def train(options: argparse.Namespace, device: torch.device, *, offload: bool) -> tuple[list[float], list[Tensor]]:
-    """The losses of all steps, and this rank's shards of the parameters after them."""
+    """Return the losses of all steps, and this rank's shards of the parameters after the last one."""
     torch.manual_seed(0)
     model = Model(options.width, options.layers).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -129,7 +128,7 @@ def train(options: argparse.Namespace, device: torch.device, *, offload: bool) -
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # Whatever the framework or the user has bound, partials included, goes on being called.
+    # reload_before keeps calling the hook that the framework or the user has bound, here a partial.
     config = Config(options.micro_batches, partial(finalize_model_grads, group=mesh.get_group()))
     if offload:
         bucket_bytes = options.passing_kib * KIB // 4
@@ -150,7 +149,7 @@ def train(options: argparse.Namespace, device: torch.device, *, offload: bool) -
 
 
 def teller(step: int, optimizer: torch.optim.Optimizer, device: torch.device, *, quiet: bool) -> Tell:
-    """Prints a phase, the state that is on the device in it, and what torch has allocated there altogether."""
+    """Return a function that prints a phase, the state on the device in it, and all memory that torch has allocated."""
 
     def tell(phase: str) -> None:
         if quiet or dist.get_rank() != 0:
@@ -172,7 +171,7 @@ def teller(step: int, optimizer: torch.optim.Optimizer, device: torch.device, *,
 
 
 def start() -> torch.device:
-    """Joins the ranks of torchrun, or is the only one."""
+    """Join the ranks that torchrun started, or be the only rank; return this rank's device."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:

@@ -1,10 +1,10 @@
-"""Kill a training process, and go on from its last step in another: nothing is saved, nothing is lost.
+"""Kill a training process, and continue from its last step in another one, without a checkpoint on disk.
 
     python examples/recover_after_kill.py
 
-Homes lie in files in memory, which outlive the process. A process trains and is killed (SIGKILL) in the middle of a
-step; the next one runs the same lines. Exit code 0 means that it ended with the weights of a run in peace, bit for bit.
-Runs on a GPU, or on the CPU with gloo.
+Homes (host memory for what is recovered) are files in /dev/shm, which outlive the process. A process trains and is
+killed (SIGKILL) in the middle of a step; the next one runs the same code and recovers. Exit code 0 means that it ends
+with the weights of an uninterrupted run, bit for bit. Runs on a GPU, or on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fsdp_offload.listeners import newest_commit, recover, recoverable
 
 
 def train(folder: str, steps: int, width: int) -> None:
-    """Train to the end, from the last commit if there is one; print each step, and what the weights hash to."""
+    """Train to the end, from the last commit if there is one; print each step, and a hash of the last weights."""
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "29537", "RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")  # that nothing is gained on a CPU
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")  # it warns that a CPU gains nothing
 
     torch.manual_seed(0)
     with device:
@@ -47,7 +47,7 @@ def train(folder: str, steps: int, width: int) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
     policy = OffloadPolicy(overlap="iteration")
 
-    random = torch.random if device.type == "cpu" else torch.get_device_module(device)  # which Dropout draws from
+    random = torch.random if device.type == "cpu" else torch.get_device_module(device)  # the generator of Dropout
     first = 0
     if newest_commit(folder) is None:
         run = recoverable(optimizer, folder, model=model, policy=policy)
@@ -77,7 +77,7 @@ def train(folder: str, steps: int, width: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train in peace, and killed; returns 0 if both have the same weights in the end."""
+    """Train without and with a kill; return 0 if both end with the same weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--width", type=int, default=64)

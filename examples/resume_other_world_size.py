@@ -1,4 +1,4 @@
-"""Save on some number of ranks, go on with another: the same parameters and the same optimizer state, bit by bit.
+"""Save on one number of ranks, resume on another: with the same parameters and optimizer state, bit by bit.
 
     python examples/resume_other_world_size.py                             # 3 ranks, then 2
     python examples/resume_other_world_size.py --ranks 2 --resume-ranks 4
@@ -8,9 +8,9 @@ or each half by itself, as on two clusters:
     torchrun --standalone --nproc-per-node 3 examples/resume_other_world_size.py --save checkpoint
     torchrun --standalone --nproc-per-node 2 examples/resume_other_world_size.py --resume checkpoint
 
-The first half leaves two things: a sharded checkpoint, each rank its own part, and for the comparison `whole.pt` with
-every tensor in one piece. Exit code 0 means that nothing differs. It runs on CUDA devices where there are enough, else
-on the CPU.
+The first half writes a sharded checkpoint, to which each rank adds its part, and for the comparison `whole.pt`, with
+every tensor in one piece. Exit code 0 means that nothing differs. Runs on CUDA devices if there is one for each rank,
+else on the CPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build(device: torch.device, seed: int) -> tuple[nn.Module, torch.optim.Optim
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # Small buckets, so that even this little state comes in several.
+    # Buckets are small, so that even this little state needs several of them.
     policy = OffloadPolicy(bucket_bytes=8192)
     offload_optimizer(optimizer, model=model, policy=policy)
     return model, optimizer, LinearLR(optimizer, total_iters=4 * STEPS)
@@ -82,10 +82,10 @@ def save(folder: Path, device: torch.device) -> bool:
 
 
 def resume(folder: Path, device: torch.device) -> bool:
-    model, optimizer, scheduler = build(device, seed=1)  # other weights: all that is right afterwards was loaded
-    # The optimizer has made no step, so it has no state to load into. for_load=True names all that it is going to have,
-    # in the host memory where it will live, cut for this number of ranks. DCP reads from the files of the others just
-    # what this rank needs, and nothing passes through the device.
+    model, optimizer, scheduler = build(device, seed=1)  # other weights: only the load can make them right
+    # The optimizer has made no step, so it has no state to load into. for_load=True lists all state that it is going to
+    # have, as this rank's shards in their host memory. DCP reads from the files of all old ranks only what this rank
+    # needs, and nothing passes through the device.
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, for_load=True),
@@ -93,7 +93,7 @@ def resume(folder: Path, device: torch.device) -> bool:
     }
     load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])  # from now on it is the optimizer's state
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])  # the loaded state is the optimizer's from now on
 
     scheduler.load_state_dict(state["scheduler"])
 
@@ -108,11 +108,11 @@ def resume(folder: Path, device: torch.device) -> bool:
 
 
 def in_one_piece(values: Any) -> Any:
-    """A copy with whole tensors on the CPU. For models that are small: every rank holds everything."""
+    """Return a copy with whole tensors on the CPU. Only for small models: every rank gets all tensors."""
     if isinstance(values, dict):
         return {key: in_one_piece(value) for key, value in values.items()}
     if isinstance(values, DTensor):
-        # full_tensor() gathers on the mesh's device, where state in host memory is not: it goes there first.
+        # full_tensor() gathers on the mesh's device: copy state there from host memory first.
         local = values.to_local().to(values.device_mesh.device_type)
         there = DTensor.from_local(
             local, values.device_mesh, values.placements, shape=values.shape, stride=values.stride(), run_check=False
@@ -131,7 +131,7 @@ def tensors_of(values: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def compare(saved: Any, loaded: Any) -> list[str]:
-    """Names of tensors that differ, or that only one side has."""
+    """Return the names of tensors that differ, or that only one side has."""
     ones, others = tensors_of(saved), tensors_of(loaded)
     different = [name for name in ones.keys() & others.keys() if not torch.equal(ones[name], others[name])]
     return sorted([*different, *(ones.keys() ^ others.keys())])
@@ -156,13 +156,13 @@ def run_as_rank(args: argparse.Namespace) -> bool:
     equal = save(args.save, device) if args.save else resume(args.resume, device)
     dist.barrier()
     dist.destroy_process_group()
-    gc.collect()  # what refers to the group goes with its threads: now, not while the interpreter shuts down
+    gc.collect()  # free the last references to the group, and so end its threads, before the interpreter shuts down
     return equal
 
 
 def launch(ranks: int, *flags: str) -> bool:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    # One thread for each rank, so that the ranks share the cores without waiting for each other.
+    # With one thread per rank, the ranks share the cores without waiting for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([*command, __file__, *flags], env=environment, check=False).returncode == 0
 

@@ -1,13 +1,13 @@
-"""Reinforcement learning on one device in turns: generate, sleep, let others have the memory, wake, train.
+"""Reinforcement learning on one device in turns: generate, sleep, lend the memory to others, wake, train.
 
     python examples/rl_sleep.py
     torchrun --standalone --nproc-per-node 2 examples/rl_sleep.py --width 2048
 
-A small model learns to say tokens that are rewarded. In each round it generates with its own weights; then it and
-its optimizer sleep: parameters, gradients and optimizer state leave the device for pinned host memory, and something
-else (a reward model, a generation engine, here a large tensor) has the device's memory. Then they wake, and train on
-what was generated. The same rounds without sleep have to give the same losses, bit by bit: exit code 0 means that
-nothing differed. Runs on GPUs, or on the CPU with gloo.
+A small model learns to generate tokens that are rewarded. In each round it generates tokens with its own weights. Then
+model and optimizer sleep: parameters, gradients and optimizer state leave the device for pinned host memory, and
+something else (a reward model, a generation engine, here a large tensor) uses the device's memory. Then they wake, and
+train on the generated tokens. The same rounds without sleep have to give the same losses, bit by bit: exit code 0 means
+that they did. Runs on GPUs, or on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, offload_model, offload_optimizer, reload_model
 
-TOKENS, REWARDED = 32, 8  # tokens below REWARDED are what is to be learnt
+TOKENS, REWARDED = 32, 8  # the model is to learn to generate tokens below REWARDED
 LENGTH, BATCH = 24, 16
 MIB = 1 << 20
 
@@ -80,7 +80,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module,
 
 @torch.no_grad()
 def generate(model: nn.Module, seed: int, device: torch.device) -> Tensor:
-    """(BATCH, LENGTH) tokens, sampled one after the other."""
+    """Return (BATCH, LENGTH) tokens, sampled one after the other."""
     generator = torch.Generator(device).manual_seed(1000 * seed + dist.get_rank())
     tokens = torch.randint(0, TOKENS, (BATCH, 1), device=device, generator=generator)
     for _ in range(LENGTH - 1):
@@ -90,11 +90,11 @@ def generate(model: nn.Module, seed: int, device: torch.device) -> Tensor:
 
 
 def sleep(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
-    optimizer.offload_states()  # starts what is still to be copied
+    optimizer.offload_states()  # starts copies of state that is not on the host yet
     optimizer.release_states()
     offload_model(model)  # returns when the memory is free
     if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()  # for other processes: torch's allocator lets go of it as well
+        torch.accelerator.empty_cache()  # give the allocator's free memory to other processes, too
 
 
 def wake(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
@@ -103,7 +103,7 @@ def wake(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
 
 
 def reward(tokens: Tensor) -> Tensor:
-    """(BATCH,), with the device to itself."""
+    """Return the (BATCH,) rewards; meanwhile, a workspace of 64 MiB takes memory of the device."""
     nbytes = 64 * MIB
     workspace = torch.empty(nbytes, dtype=torch.uint8, device=tokens.device).fill_(1)
     rewards = (tokens[:, 1:] < REWARDED).float().mean(dim=1)
@@ -111,7 +111,7 @@ def reward(tokens: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, rewards: Tensor) -> float:
-    """One step of REINFORCE; the loss."""
+    """Train one step of REINFORCE; return the loss."""
     logits = model(tokens[:, :-1])
     log_probabilities = logits.float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0].mean(dim=1)
     advantages = rewards - rewards.mean()
@@ -124,7 +124,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, re
 
 
 def run(options: argparse.Namespace, device: torch.device, *, sleeping: bool) -> list[float]:
-    """The losses of all rounds."""
+    """Train all rounds; return their losses."""
     model, optimizer = build(options, device)
     tell = teller(model, device, quiet=not sleeping)
     losses = []
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace, device: torch.device, *, sleeping: bool) ->
 
 
 def teller(model: nn.Module, device: torch.device, *, quiet: bool) -> Callable[[str], None]:
-    """Prints a phase, and the bytes that the model's parameters and all tensors of torch have on the device."""
+    """Return a function that prints a phase, and the device memory of the parameters and of all of torch's tensors."""
     storages = {param.to_local().untyped_storage() for param in model.parameters()}
 
     def tell(phase: str) -> None:
@@ -161,7 +161,7 @@ def teller(model: nn.Module, device: torch.device, *, quiet: bool) -> Callable[[
 
 
 def start() -> torch.device:
-    """Joins the ranks of torchrun, or is the only one."""
+    """Join the ranks that torchrun started, or be the only rank; return this rank's device."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:

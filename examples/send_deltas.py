@@ -1,11 +1,11 @@
-"""Send an inference engine what each step has changed, instead of all weights.
+"""Send an inference engine only the weights that each step has changed.
 
     python examples/send_deltas.py
     torchrun --standalone --nproc-per-node 2 examples/send_deltas.py
 
-A model in bf16 is trained with fp32 masters at a learning rate of reinforcement learning, where a step changes few of
-its weights. The engine, here a plain model on rank 0, gets these: numbers in whole parameters, and values. Exit code 0
-means that it has the weights of the trainer, bit by bit. Runs on GPUs, or on the CPU with gloo.
+A bf16 model is trained with fp32 masters. At its learning rate, one of reinforcement learning, a step changes few bf16
+weights. The engine, here a plain model on rank 0, gets the index and value of each changed weight. Exit code 0 means
+that the engine has the trainer's weights, bit by bit. Runs on GPUs, or on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def build(width: int, layers: int) -> nn.Sequential:
 
 
 def send(deltas: Iterable[WeightDelta]) -> list[list[WeightDelta]]:
-    """Bring the deltas of all ranks to rank 0. A trainer uses a transport of its own."""
+    """Gather the deltas of all ranks on rank 0. (A real trainer has its own transport.)"""
     found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(list(deltas), found)
     return found or []
@@ -43,10 +43,10 @@ def send(deltas: Iterable[WeightDelta]) -> list[list[WeightDelta]]:
 
 @dataclasses.dataclass
 class Patch:
-    """What vLLM's ``SparseWeightPatch`` has, in whose place it stands: its numbers are int32, of a whole tensor.
+    """Stand-in for vLLM's ``SparseWeightPatch``, with its fields; ``indices``: int32, into the whole tensor, flat.
 
-    Since patches are by names of the checkpoint, vLLM's has ``full_shape``. Before that, names were those of its own
-    parameters, of which some are fused.
+    vLLM added ``full_shape`` when names became those of checkpoints. Before that, names were those of vLLM's own
+    parameters, some of which are fused.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Patch:
 
 
 def as_patches(received: Sequence[Sequence[WeightDelta]], shapes: dict[str, tuple[int, ...]]) -> Iterator[Patch]:
-    """Put the deltas of all ranks together, one patch for each parameter. Of replicas, give one."""
+    """Join the deltas of all ranks to one patch per parameter. Of ranks that are replicas, pass only one."""
     of_name: dict[str, list[WeightDelta]] = {}
     for delta in itertools.chain.from_iterable(received):
         of_name.setdefault(delta.name, []).append(delta)
@@ -67,7 +67,7 @@ def as_patches(received: Sequence[Sequence[WeightDelta]], shapes: dict[str, tupl
 
 @torch.no_grad()
 def receive(engine: nn.Module, patches: Iterable[Patch]) -> int:
-    """Write patches into the engine's weights, in place; returns how many weights there were."""
+    """Write patches into the engine's weights, in place; return how many weights were written."""
     params, count = dict(engine.named_parameters()), 0
     for patch in patches:
         params[patch.name].view(-1)[patch.indices] = patch.values
@@ -76,7 +76,7 @@ def receive(engine: nn.Module, patches: Iterable[Patch]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, send, compare; returns 0 if the engine has the trainer's weights."""
+    """Train, send, compare; return 0 if the engine has the trainer's weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--width", type=int, default=128)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")  # that nothing is gained on a CPU
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")  # it warns that a CPU gains nothing
 
     model, engine = build(args.width, args.layers).to(device), build(args.width, args.layers)
     for block in model:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fully_shard(model)
     optimizer = add_masters(torch.optim.AdamW(model.parameters(), lr=1e-6))
     offload_optimizer(optimizer, model=model, policy=OffloadPolicy(overlap="forward"))
-    deltas = weight_deltas(optimizer)  # the engine has the weights of this moment
+    deltas = weight_deltas(optimizer)  # deltas count from now on; the engine starts with the same weights
 
     shapes = {name: tuple(param.shape) for name, param in engine.named_parameters()}
     total, differ = sum(param.numel() for param in engine.parameters()), 0

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/te_fused_adam.py
     torchrun --standalone --nproc-per-node 2 examples/te_fused_adam.py --masters remainder --moments bf16
 
-Trains the same bf16 model twice, with FusedAdam alone and with its state offloaded, saved and loaded half way: losses
-have to be the same, bit by bit. Exit code 0 means that nothing differed. Needs a GPU for each rank, and
+Trains the same bf16 model twice: with FusedAdam alone, and with its state offloaded, saved and loaded half way. The
+losses have to be the same, bit by bit: exit code 0 means that they were. Needs a GPU for each rank, and
 transformer-engine >= 2.18 (`pip install 'transformer-engine[pytorch]>=2.18'`).
 """
 
@@ -83,7 +83,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
 
 
 def run(options: argparse.Namespace, folder: Path) -> bool:
-    """Whether offloading, and saving and loading, changed nothing."""
+    """Train with and without offload; tell whether offloading, saving and loading changed no loss."""
     expected = train(*build(options, offload=False), range(STEPS))
     model, optimizer = build(options, offload=True)
     losses = train(model, optimizer, range(STEPS // 2))
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, folder: Path) -> bool:
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     losses += train(model, optimizer, range(STEPS // 2, STEPS))
-    # A load scales fp16 and fp8 again, in FusedAdam itself as here: then only the first half has the same bits.
+    # FusedAdam's own load scales fp16 and fp8 moments anew, which rounds: compare only the half before the load.
     compared = STEPS if options.moments in ("fp32", "bf16") else STEPS // 2
     same = losses[:compared] == expected[:compared]
     if dist.get_rank() == 0:

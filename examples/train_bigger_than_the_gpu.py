@@ -1,12 +1,12 @@
-"""Train a model whose parameters, gradients and optimizer state do not fit on the device, save it, and go on with it.
+"""Train a model whose parameters, gradients and optimizer state do not fit on the device; save it, and resume.
 
     python examples/train_bigger_than_the_gpu.py                              # one device, or the CPU
     torchrun --nproc-per-node 2 examples/train_bigger_than_the_gpu.py --save checkpoint
     torchrun --nproc-per-node 3 examples/train_bigger_than_the_gpu.py --resume checkpoint
 
-The model is built on the meta device and initialized module by module, so that it never exists on the device as a
-whole; then parameters and state live in pinned host memory (`OffloadPolicy(parameters=True)`). `--limit-gb` lets
-torch's allocator have no more than that of each device: less than the 16 bytes of every parameter would need.
+The model is built on the meta device and initialized module by module, so it is never on the device as a whole. Its
+parameters and optimizer state are in pinned host memory (`OffloadPolicy(parameters=True)`). `--limit-gb` limits torch's
+allocator on each device: give less than plain training needs, which is 16 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_offload.checkpoint import get_optimizer_state_dict, load, set_optimize
 
 
 class Block(nn.Module):
-    """A residual MLP: what matters here is that there are many, each gathered by itself."""
+    """A residual MLP; the model has many, each sharded and gathered by itself."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def build(width: int, layers: int, device: torch.device) -> tuple[nn.Module, tor
     fully_shard(model, mesh=mesh, mp_policy=precision)
     materialize_on_host(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    # Updates run in the backward, so that gradients are freed as it goes on.
+    # overlap="iteration" updates parameters during the backward, so that their gradients are freed early.
     policy = OffloadPolicy(parameters=True, overlap="iteration")
     return model, offload_optimizer(optimizer, model=model, policy=policy)
 
@@ -73,7 +73,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> Non
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    # Parameters and state are host memory: they are read into it, without the device.
+    # Parameters and state are in host memory: the load reads into that memory, and the device takes no part.
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, for_load=True)}
     load(state, checkpoint_id=folder)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])

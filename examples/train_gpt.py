@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --save-dir checkpoints --save-every 25
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --save-dir checkpoints --resume
 
-It runs on CUDA devices where there are any, else on the CPU. All that concerns offloading is in `build_optimizer`;
-the rest is an ordinary training loop, and `--no-offload` runs it with the plain optimizer: the losses that
-`--metrics FILE` records are the same to the last bit.
+Runs on CUDA devices if there are any, else on the CPU. Only `build_optimizer` offloads; the rest is an ordinary
+training loop. `--no-offload` runs it with the plain optimizer: the losses that `--metrics FILE` records are then the
+same to the last bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BATCHES_PER_EVALUATION = 4
 
 
 class UserError(Exception):
-    """Something the person at the command line can put right; shown as one line, without a traceback."""
+    """Raised for mistakes that the user can correct; shown as one line, without a traceback."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,9 +70,9 @@ class World:
 
 @contextmanager
 def join_world(device_type: str) -> Iterator[World]:
-    """The process group that torchrun describes in the environment; without torchrun, a group of this process alone."""
+    """Join torchrun's process group, or without torchrun one of this process alone."""
     device = choose_device(device_type)
-    # Gloo beside NCCL: checkpoint planning sends Python objects, which have no business on the GPU.
+    # Gloo in addition to NCCL: checkpoint planning sends Python objects, which need not pass through the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -81,14 +81,14 @@ def join_world(device_type: str) -> Iterator[World]:
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     except UserError:
-        dist.destroy_process_group()  # every rank is here
+        dist.destroy_process_group()  # a UserError occurs on every rank
         raise
-    # After any other exception the group stays: NCCL would wait here for ranks that wait for this one.
-    # The barrier lets Gloo's threads drop the tensors of the last collective, for which they need Python: where they
-    # still do when the interpreter shuts down, the process aborts ("terminate called without an active exception").
+    # After any other exception the group is not destroyed: NCCL would wait for ranks that wait for this one.
+    # Gloo's threads need Python to drop the tensors of the last collective. Without this barrier they may do so while
+    # the interpreter shuts down, and the process aborts ("terminate called without an active exception").
     dist.barrier()
     dist.destroy_process_group()
-    gc.collect()  # model and meshes refer to each other, and to the group, whose threads end with it: now, not at exit
+    gc.collect()  # free model and meshes, a cycle that refers to the group, and so end the group's threads before exit
 
 
 def choose_device(device_type: str) -> torch.device:
@@ -107,9 +107,9 @@ def choose_device(device_type: str) -> torch.device:
 
 def make_deterministic(seed: int) -> None:
     torch.manual_seed(seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace
     torch.use_deterministic_algorithms(True)
-    # By default that also fills every new buffer with NaN, FSDP's among them. Nothing here reads one before writing.
+    # Deterministic algorithms also fill new buffers with NaN, FSDP's too; no code here reads one before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
@@ -119,7 +119,7 @@ def make_deterministic(seed: int) -> None:
 
 
 def text_files(data: Path | None) -> list[Path]:
-    """What to train on, in an order that every rank finds: `data`, or the sources of Python's standard library."""
+    """List the files to train on, sorted, so that all ranks agree: of `data`, or Python's standard library."""
     if data is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         installed = {"site-packages", "dist-packages"}  # not part of the standard library
@@ -130,7 +130,7 @@ def text_files(data: Path | None) -> list[Path]:
 
 
 def read_tokens(data: Path | None, max_bytes: int) -> Tensor:
-    """The first `max_bytes` bytes of the text, as uint8."""
+    """Return the first `max_bytes` bytes of the text, as uint8."""
     text = bytearray()
     for path in text_files(data):
         try:
@@ -146,8 +146,8 @@ def read_tokens(data: Path | None, max_bytes: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws sequences at random. A batch depends on the seed and the step alone, so the step is the whole position,
-    and any number of ranks sees the same sequences in the same order."""
+    """Draws sequences at random. A batch depends on seed and step only. So a checkpoint needs no position in the data
+    but the step, and any number of ranks draws the same sequences in the same order."""
 
     tokens: Tensor
     seed: int
@@ -162,7 +162,7 @@ class Sampler:
             )
 
     def micro_batches(self, step: int, count: int, world: World) -> list[Tensor]:
-        """This rank's part of step `step`: `count` tensors, each (batch_size / count / ranks, seq_len + 1)."""
+        """Return this rank's part of step `step`: `count` tensors, each (batch_size / count / ranks, seq_len + 1)."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.tokens) - self.seq_len, (self.batch_size,), generator=generator)
         mine = starts.view(count, world.size, -1)[:, world.rank]
@@ -171,7 +171,7 @@ class Sampler:
 
 
 def split_text(tokens: Tensor, args: argparse.Namespace) -> tuple[Sampler, Sampler]:
-    """Training text and validation text: the last twentieth is never trained on."""
+    """Return samplers of the training text and of the validation text, which is the last twentieth."""
     cut = len(tokens) - len(tokens) // 20
     training = Sampler(tokens[:cut], args.seed, args.batch_size, args.seq_len)
     validation = Sampler(tokens[cut:], args.seed, args.batch_size, args.seq_len)
@@ -234,7 +234,7 @@ class GPT(nn.Module):
     def _init_weights(self) -> None:
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # What is added to the residual stream starts smaller, so that depth does not make it grow.
+                # Start projections into the residual stream smaller, so that the stream does not grow with depth.
                 scale = math.sqrt(2 * len(self.blocks)) if name.endswith("out.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 / scale)
 
@@ -247,8 +247,8 @@ class GPT(nn.Module):
 
 
 def build_model(args: argparse.Namespace, world: World) -> GPT:
-    """Every rank draws the same weights on the CPU; `fully_shard` takes each rank's part to its device, block by
-    block, so the whole model is never on one device. (A model too big for the host starts on the meta device.)"""
+    """Every rank draws the same weights on the CPU. `fully_shard` moves each rank's shards to its device, block by
+    block, so that no device has the whole model. (Build a model too big for the host on the meta device.)"""
     model = GPT(args.layers, args.width, args.heads, args.seq_len)
     mesh = dist.init_device_mesh(world.device.type, (world.size,))
     policy = precision_policy(args.precision, world.device)
@@ -259,7 +259,7 @@ def build_model(args: argparse.Namespace, world: World) -> GPT:
 
 
 def precision_policy(precision: str | None, device: torch.device) -> MixedPrecisionPolicy:
-    """Forward and backward in `precision` (bf16 on CUDA unless told otherwise); parameters stay fp32 in any case."""
+    """Compute in `precision` (by default bf16 on CUDA, fp32 on the CPU); parameters are fp32 in any case."""
     if (precision or ("bf16" if device.type == "cuda" else "fp32")) == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -276,7 +276,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     if args.offload:
-        # Imported here, so that this program also runs with plain torch.
+        # Import it here, so that --no-offload runs with plain torch.
         from fsdp_offload import OffloadPolicy, offload_optimizer
 
         policy = OffloadPolicy(device_bytes=args.device_mib * MIB, bucket_bytes=args.bucket_mib * MIB)
@@ -286,7 +286,7 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
 
 def build_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> LambdaLR:
     def factor(step: int) -> float:
-        """Linear warmup to 1, then half a cosine down to a tenth."""
+        """Return the factor of the learning rate: a linear warmup to 1, then half a cosine down to 0.1."""
         if step < args.warmup_steps:
             return (step + 1) / args.warmup_steps
         progress = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
@@ -302,12 +302,12 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) 
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint holds."""
+    """All that a checkpoint stores."""
 
     model: GPT
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
-    identity: dict[str, int]  # the settings that a resumed run has to share with the one that it continues
+    identity: dict[str, int]  # settings that a resumed run must share with the interrupted one
 
 
 def run_identity(args: argparse.Namespace, sampler: Sampler) -> dict[str, int]:
@@ -320,13 +320,13 @@ def checkpoint_path(save_dir: Path, step: int) -> Path:
 
 
 def latest_checkpoint(save_dir: Path) -> Path | None:
-    """The complete checkpoint with the highest step. One that was interrupted never got its final name."""
+    """Return the complete checkpoint with the highest step. (An interrupted save leaves no final name.)"""
     finished = [path for path in save_dir.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return max(finished, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
 def agreed_latest_checkpoint(save_dir: Path, world: World) -> Path | None:
-    """Rank 0 looks and all ranks follow: on a network disk they could see different folders for a moment."""
+    """Return rank 0's latest checkpoint on all ranks: a network disk may briefly show them different folders."""
     found = [latest_checkpoint(save_dir) if world.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     return found[0]
@@ -341,14 +341,14 @@ def tensors_and_schedule(training: Training) -> dict[str, Any]:
 
 
 def save_checkpoint(save_dir: Path, training: Training, step: int, world: World) -> None:
-    """Written under a temporary name and renamed when every rank is done: what has its final name is complete."""
+    """Save under a temporary name, and rename when every rank is done: only complete checkpoints have a final name."""
     final = checkpoint_path(save_dir, step)
     unfinished = final.with_name(final.name + ".unfinished")
     if world.rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # left over from an interrupted save
+        shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted save
         unfinished.mkdir(parents=True)
     dist.barrier()
-    # The sampler's position is the step itself.
+    # The step is also the sampler's position.
     run = {"step": step, "identity": training.identity}
     dcp.save({"run": run, **tensors_and_schedule(training)}, checkpoint_id=unfinished)
     dist.barrier()
@@ -358,7 +358,7 @@ def save_checkpoint(save_dir: Path, training: Training, step: int, world: World)
 
 
 def load_checkpoint(path: Path, training: Training) -> int:
-    """Brings `training` to where the checkpoint was made, and returns the step."""
+    """Load a checkpoint into `training`; return its step."""
     run: dict[str, Any] = {"step": 0, "identity": dict(training.identity)}
     dcp.load({"run": run}, checkpoint_id=path)
     refuse_other_run(path, run["identity"], training.identity)
@@ -382,7 +382,7 @@ def refuse_other_run(path: Path, saved: dict[str, int], ours: dict[str, int]) ->
 
 
 def start_or_resume(training: Training, args: argparse.Namespace, world: World) -> int:
-    """The number of steps that are already done."""
+    """Load the latest checkpoint if --resume is given; return the number of steps that are done."""
     if args.save_dir is None:
         return 0
     latest = agreed_latest_checkpoint(args.save_dir, world)
@@ -405,8 +405,8 @@ def start_or_resume(training: Training, args: argparse.Namespace, world: World) 
 
 
 def open_metrics(path: Path, start_step: int) -> IO[str]:
-    """The file, to be continued after `start_step`. A resumed run repeats the steps since its checkpoint, so what the
-    interrupted run wrote about them goes."""
+    """Open the file to append after `start_step`. A resumed run repeats the steps after its checkpoint, so the lines
+    that the interrupted run wrote for these steps are deleted."""
     lines = path.read_text().splitlines(keepends=True) if start_step and path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w")
@@ -415,13 +415,13 @@ def open_metrics(path: Path, start_step: int) -> IO[str]:
 
 
 class Progress:
-    """Gathers the numbers of each step where they are, and reads them every few steps: reading waits for the device."""
+    """Keeps the numbers of each step on the device, and reads them every few steps: each read waits for the device."""
 
     def __init__(self, world: World, optimizer: torch.optim.Optimizer, metrics: IO[str], step: int) -> None:
         self._world = world
         self._optimizer = optimizer
         self._metrics = metrics
-        self.step = step  # the last one reported
+        self.step = step  # last reported step
         self._losses: list[Tensor] = []
         self._grad_norms: list[Tensor] = []
         self._lrs: list[float] = []
@@ -451,19 +451,19 @@ class Progress:
         self.restart_clock()
 
     def record(self, **values: float) -> None:
-        """One line of JSON: each value for people, and exactly, as `float.hex` writes it, for comparisons."""
+        """Write a line of JSON: each value as a decimal, to be read, and by `float.hex`, to be compared exactly."""
         exact = {f"{name}_hex": value.hex() for name, value in values.items()}
         print(json.dumps({"step": self.step, **values, **exact}), file=self._metrics, flush=True)
 
 
 def mean_over_ranks(values: Tensor, world: World) -> list[float]:
-    values = values.double()  # the mean of fp32 numbers over a few ranks, without another rounding
+    values = values.double()  # exact enough to add fp32 numbers of a few ranks without rounding
     dist.all_reduce(values)
     return (values / world.size).tolist()
 
 
 def memory_by_place(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """Rank 0's optimizer state by place, and what it has allocated on its device."""
+    """Format this rank's optimizer state by place, and on CUDA the memory allocated on its device."""
     state_bytes = {"device": 0, "host": 0}
     for state in optimizer.state.values():
         for value in state.values():
@@ -473,7 +473,7 @@ def memory_by_place(optimizer: torch.optim.Optimizer, device: torch.device) -> s
     text = f"state {state_bytes['device'] / 1e6:,.2f} MB on device, {state_bytes['host'] / 1e6:,.2f} MB on host"
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)  # the peak is that of the steps since the last line
+        torch.cuda.reset_peak_memory_stats(device)  # each line has the peak since the line before
         text += f"  device {allocated / 1e6:,.1f} MB, peak {peak / 1e6:,.1f} MB"
     return text
 
@@ -489,7 +489,7 @@ def token_loss(model: nn.Module, sequences: Tensor) -> Tensor:
 
 
 def train_step(training: Training, micro_batches: Sequence[Tensor], clip: float) -> tuple[Tensor, Tensor]:
-    """One optimizer step. Returns this rank's loss and the norm of the whole gradient, still on the device."""
+    """Train one optimizer step; return this rank's loss and the global gradient norm, both on the device."""
     losses = []
     for index, sequences in enumerate(micro_batches):
         # Gradients of all but the last micro-batch are added up locally and reduced once.
@@ -510,11 +510,11 @@ def full(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: GPT, sampler: Sampler, world: World) -> float:
-    """The mean loss over batches that are the same at every call."""
+    """Return the mean loss over batches that are the same in every call."""
     losses = []
     for step in range(BATCHES_PER_EVALUATION):
         losses += [token_loss(model, sequences) for sequences in sampler.micro_batches(step, 1, world)]
-    # The root keeps its whole parameters after a forward without a backward, and a state dict needs the shards.
+    # After a forward without a backward, the root's parameters stay gathered, but a state dict needs shards.
     model.reshard()
     return math.fsum(mean_over_ranks(torch.stack(losses), world)) / len(losses)
 
@@ -524,7 +524,7 @@ def last_step(args: argparse.Namespace) -> int:
 
 
 def train(training: Training, sampler: Sampler, args: argparse.Namespace, progress: Progress, world: World) -> None:
-    """Steps from where `progress` stands to the last one."""
+    """Train from the step after `progress.step` to the last one."""
     last = last_step(args)
     for step in range(progress.step + 1, last + 1):
         lr = training.scheduler.get_last_lr()[0]
@@ -532,7 +532,7 @@ def train(training: Training, sampler: Sampler, args: argparse.Namespace, progre
         loss, grad_norm = train_step(training, micro_batches, args.clip)
         progress.add(loss, grad_norm, lr)
         save_now = args.save_dir is not None and (step == last or step % args.save_every == 0)
-        # A report goes first: the metrics of the steps that a checkpoint covers are on disk before it is.
+        # Report before saving: so the metrics of all steps that a checkpoint covers are on disk before it is.
         if save_now or step == last or step % args.log_every == 0:
             progress.report(args.batch_size * args.seq_len)
         if save_now:

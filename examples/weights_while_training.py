@@ -1,9 +1,9 @@
-"""Read all weights in a thread while training goes on, from host memory: no gather, no memory of the device.
+"""Read all weights from host memory in a thread while training continues, without a gather or device memory.
 
     python examples/weights_while_training.py
 
-Parameters live on the host (``OffloadPolicy(parameters=True)``). A thread takes them again and again, as an inference
-engine or an export would. Exit code 0 means that each set was that of one step. Runs on a GPU, or on the CPU with gloo.
+Parameters are in host memory (``OffloadPolicy(parameters=True)``). A thread copies them again and again, as an export
+would. Exit code 0 means that no copy mixed the weights of two steps. Runs on a GPU, or on the CPU with gloo.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from fsdp_offload.listeners import weights
 
 
 class Homes:
-    """Weights in the form of vLLM's ``WeightSource``, which verl's ``send_weights`` takes, too: (name, whole tensor).
+    """Source of (name, whole tensor) in the form of vLLM's ``WeightSource``, which verl's ``send_weights`` takes, too.
 
-    For one rank, whose shards are whole. With several, send each rank's ``tensor.to_local()``, or gather them.
+    For one rank, whose shards are whole tensors. With several ranks, send each one's ``tensor.to_local()``, or gather.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Name, dtype and shape of each; vLLM has a ``ParamMeta`` for these."""
+        """Return name, dtype and shape of each weight; vLLM has a ``ParamMeta`` for these."""
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights(self._model)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Hand out one consistent set; a tensor is true until the loop ends."""
+        """Yield the weights of one step; the tensors are valid until the loop ends."""
         for name, tensor in weights(self._model):
             yield name, tensor.to_local()  # type: ignore[attr-defined]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and read; returns 0 if each set was that of one step."""
+    """Train and read; return 0 if each set of weights was that of one step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=64)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    warnings.filterwarnings("ignore", message="offload_optimizer: ")  # that nothing is gained on a CPU
+    warnings.filterwarnings("ignore", message="offload_optimizer: ")  # it warns that a CPU gains nothing
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(4))).to(device)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # As many spare bytes as state and parameters have: training does not wait for the reader.
+    # Spare host memory of the size of state and parameters: with it, training does not wait for the reader.
     policy = OffloadPolicy(
         parameters=True, overlap="forward", snapshot_bytes=16 * sum(p.numel() for p in model.parameters())
     )
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model(torch.randn(8, args.width, device=device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        steps.append({name: tensor.clone() for name, tensor in source})  # of this thread, to compare with
+        steps.append({name: tensor.clone() for name, tensor in source})  # read in this thread, to compare with
     ended.set()
     reader.join()
     mixed = [one for one in sets if not any(all(torch.equal(one[n], step[n]) for n in one) for step in steps)]

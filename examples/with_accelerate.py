@@ -4,7 +4,7 @@
     python examples/with_accelerate.py          # on the CPU, where accelerate has no FSDP; the rest is the same
 
 One line differs from a script without offload: ``prepare(accelerator, ...)`` for ``accelerator.prepare(...)``. Trains
-with accumulation, clipping and a schedule, saves half way, and loads that at the end: the loss has to be that of then.
+with accumulation, clipping and a schedule, saves half way, and loads the save at the end: its loss has to be repeated.
 """
 
 from __future__ import annotations

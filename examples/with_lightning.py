@@ -3,7 +3,7 @@
     python examples/with_lightning.py --devices 2
     python examples/with_lightning.py           # one device, or the CPU
 
-One callback differs from a script without offload. Trains with accumulation, clipping and a schedule, validates in
+Only one callback differs from a script without offload. Trains with accumulation, clipping and a schedule, validates in
 between, and fits again from the checkpoint half way: the losses have to be the same, bit by bit.
 """
 
@@ -54,7 +54,7 @@ class Shifted(LightningModule):
         fully_shard(self.net, mesh=mesh)
 
     def training_step(self, seed: torch.Tensor, number: int) -> torch.Tensor:
-        # Of the step and not of the loader, which starts anew where a fit resumes in the middle of an epoch.
+        # Draw the batch by step, not by the loader's position: a fit resumed in mid-epoch starts the loader anew.
         loss = self.loss(2 * self.global_step + number % 2)
         self.losses[self.global_step, number % 2] = loss.item()
         return loss

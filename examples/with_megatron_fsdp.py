@@ -1,10 +1,10 @@
-"""Megatron-FSDP: its sharded model, with the optimizer's state in host memory. For GPUs alone.
+"""Megatron-FSDP: its sharded model, with the optimizer's state in host memory. Needs GPUs.
 
     torchrun --standalone --nproc-per-node 2 examples/with_megatron_fsdp.py
 
-One line differs from a script without offload. Its ``fully_shard_optimizer`` takes a step to create all state on the
-device: offloaded before, the optimizer creates it bucket by bucket, and none of it stays. ``offload_optimizer`` behind
-it works too, and pays for that step.
+Only one line differs from a script without offload. Megatron's ``fully_shard_optimizer`` runs a step that creates all
+state on the device. If ``offload_optimizer`` comes before, this step creates state bucket by bucket, and none of it
+stays on the device. ``offload_optimizer`` afterwards works too, but all state has to fit on the device in that step.
 """
 
 from __future__ import annotations

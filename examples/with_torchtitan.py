@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/with_torchtitan.py
 
-In a ``Trainer.Config`` it is one line: ``config.optimizer = offloaded(config.optimizer, policy)``. Here torchtitan's
-parts are put together by hand around a small model. Saves asynchronously from host memory while training goes on, and
-loads that into new parts: the losses have to be the same, bit by bit.
+In a ``Trainer.Config``, one line offloads: ``config.optimizer = offloaded(config.optimizer, policy)``. This example
+instead assembles torchtitan's components by hand around a small model. It saves from host memory while training
+continues, and loads the checkpoint into new components: the losses have to be the same, bit by bit.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/with_trainer.py
     python examples/with_trainer.py             # on the CPU, where accelerate has no FSDP; the rest is the same
 
-One class and one argument differ from a script without offload. Trains a small Llama on bytes, evaluates in between,
-and resumes from the checkpoint half way in a second Trainer: the losses have to be the same, bit by bit.
+Only one class and one argument differ from a script without offload. Trains a small Llama on bytes, evaluates in
+between, and resumes from the checkpoint half way in a second Trainer: the losses have to be the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH = 32
 
 
 class Bytes(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """This file, in pieces."""
+    """The bytes of this file, in sequences of LENGTH."""
 
     def __len__(self) -> int:
         return len(TEXT) // LENGTH

@@ -3,9 +3,9 @@
     python -m verl.trainer.main_ppo ... actor_rollout_ref.model.external_lib=examples.with_verl \\
         actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
 
-State is at home between steps as it is, and ``optimizer_offload`` would have nothing to move. With it on, the functions
-here answer where the engine calls ``to``: loading the optimizer for a phase begins to load what the next step needs,
-and offloading it is a wait. The pair for models are drop-ins for verl's.
+Between steps, state is in host memory anyway, so ``optimizer_offload`` has nothing to move. If it is on, the engine's
+``to`` calls the functions below: loading the optimizer starts to load state that the next step needs first, and
+offloading it sends this state back. The two functions for models are drop-ins for verl's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def offload_fsdp_optimizer(optimizer: Optimizer) -> None:
 
 def load_fsdp_optimizer(optimizer: Optimizer, device_id: Any) -> None:
     if is_offloaded(optimizer):
-        reload_states(optimizer)  # as far as the policy keeps state on the device; the rest comes with the step
+        reload_states(optimizer)  # loads as much as the policy keeps on the device; the step loads the rest
     else:
         fsdp_utils.load_fsdp_optimizer(optimizer, device_id)
 
@@ -64,7 +64,7 @@ def load_fsdp_model_to_gpu(model: nn.Module) -> None:
 
 
 class OffloadEngineMixin:
-    """Before an FSDP engine of verl's: its optimizer is offloaded when it is built, and ``to`` moves it as above."""
+    """Mix-in for verl's FSDP engines: offloads the optimizer when it is built; ``to`` uses the functions above."""
 
     offload_policy: OffloadPolicy | None = OffloadPolicy(bucket_bytes=64 << 20, device_bytes=512 << 20)
 
@@ -80,7 +80,7 @@ class OffloadEngineMixin:
                 load_fsdp_optimizer(self.optimizer, device)
 
 
-# An engine of a vendor goes before verl's own, which is any vendor's.
+# verl prefers an engine that is registered for the device's vendor to its own, which is for any vendor.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device="cuda", vendor="nvidia")
 class OffloadEngine(OffloadEngineMixin, FSDPEngineWithLMHead):
     pass

@@ -1,4 +1,4 @@
-"""Print which models train on how many of which devices, how, and how fast: the worked cases of docs/plan.md.
+"""Print the best policy, and its speed, of models on several kinds and numbers of GPUs: the table of docs/plan.md.
 
     python examples/worked_cases.py
 
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from fsdp_offload.plan import Forecast, Plan, model_of, plan
 
 MODELS = ("Llama-3.1-8B",)
-DEVICES = {"H100": 4, "H200": 4, "RTX5090": 1}  # and sequences of each device in a step
+DEVICES = {"H100": 4, "H200": 4, "RTX5090": 1}  # device → sequences on each one in a step
 RANKS = (1, 2, 4, 8)
 LENGTH = 4096
 HEAD = f"| model | GPUs | {' | '.join(DEVICES)} |\n| --- |{' --- |' * (1 + len(DEVICES))}"
 
 
 def cases(name: str, dtype: str = "fp32", masters: str = "none") -> Iterator[str]:
-    """The rows of one model."""
+    """Yield the rows of one model."""
     model = model_of(name)
     for ranks in RANKS:
         cells = []
@@ -39,7 +39,7 @@ def cases(name: str, dtype: str = "fp32", masters: str = "none") -> Iterator[str
 
 
 def cell(made: Plan) -> str:
-    """What a table says of one training."""
+    """Format the best forecast of a plan, or why none fits, as a cell of the table."""
     best = made.best()
     if best is None:
         least = min(made.forecasts, key=lambda one: one.needed_bytes)

@@ -1,1 +1,1 @@
-"""Between formats, and between frameworks' names."""
+"""Conversions between formats, and between frameworks' names of weights."""

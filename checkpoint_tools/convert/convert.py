@@ -1,10 +1,10 @@
-"""Plan the conversion of a checkpoint to another format; it is written as split and merge write.
+"""Plan the conversion of a checkpoint to another format; :mod:`checkpoint_tools.rewrite` writes it.
 
 ::
 
     checkpoint of DCP ──_Parts──▶ model, other tensors, objects ──▶ model-*.safetensors, optimizer-*, optimizer.json
     safetensors ──open_safetensors──▶ the same keys and paths ──▶ __0_0.distcp, __1_0.distcp, ..., .metadata
-    files of ranks ──open_rank_files──▶ the one or the other
+    files of ranks ──open_rank_files──▶ one or the other
 """
 
 import base64
@@ -39,17 +39,17 @@ _LEAVE_OUT = "leave it out with --exclude"
 
 
 class Wanted(NamedTuple):
-    """Options of a conversion, and selected keys; ``key_prefix``: of the model's keys in DCP, or None to find it."""
+    """Options of a conversion; ``key_prefix``: prefix of the model's keys in DCP, or None to find it."""
 
     key_prefix: str | None = None
     excluded: Sequence[str] = ()
     shard_bytes: int = 5_000_000_000
     dtype: torch.dtype | None = None
-    names: Sequence[Any] | None = None  # of the parameters of an optimizer's numbers
+    names: Sequence[Any] | None = None  # --names: parameter names for the numbers in an optimizer's state
 
 
 def plan(source: str, wanted: Wanted, to: str | None = None, threads: int = 4) -> Rewrite:
-    """Open and check a checkpoint, and plan its conversion to the other format."""
+    """Open and check a checkpoint, and plan its conversion to ``to``, by default the format that it does not have."""
     if to not in (None, "safetensors", "dcp"):
         raise CheckpointError(f"--to is safetensors, dcp, torch or fsdp_dtensor, not {to}")
     of_ranks = is_rank_files(source)
@@ -88,14 +88,14 @@ def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, st
     files: dict[str, list[Piece]] = {}
     heads: dict[str, bytes] = {}
     sidecars: dict[str, bytes | None] = dict.fromkeys(checkpoint.sidecars)
-    for file in checkpoint.sidecars if checkpoint.archives else ():  # verl's, to where from_pretrained looks for them
+    for file in checkpoint.sidecars if checkpoint.archives else ():  # move verl's to where from_pretrained looks
         sidecars[file.removeprefix("huggingface/")] = rewrite.read_sidecar(checkpoint.folder, file)
     for part, keys in ((MODEL, parts.model), (OPTIMIZER, parts.others)):
         names = {key: key.removeprefix(parts.prefix) if part == MODEL else key for key in keys}
         for key, name in names.items():
             if (dtype := checkpoint.tensors[key].dtype) not in folder.NAMES:
                 raise CheckpointError(f"{key} is {dtype_name(dtype)}, which safetensors do not have; {_LEAVE_OUT}")
-            if name in (folder.METADATA_KEY, "") or name.encode(errors="replace").decode() != name:  # half a letter
+            if name in (folder.METADATA_KEY, "") or name.encode(errors="replace").decode() != name:  # lone surrogate
                 raise CheckpointError(f"{key} would be named {name!r}, which safetensors do not allow; {_LEAVE_OUT}")
         shards = in_files(keys, lambda key: new[key].nbytes, wanted.shard_bytes)
         weight_map: dict[str, str] = {}
@@ -113,7 +113,7 @@ def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, st
             content = json.dumps({"metadata": metadata, "weight_map": by_name}, indent=2)
             sidecars[f"{part}{folder.INDEX_SUFFIX}"] = content.encode() + b"\n"
     if parts.objects or parts.others or parts.odd:
-        stored = {}  # objects in base64, as ``torch.save`` wrote them, unopened
+        stored = {}  # key → bytes that ``torch.save`` wrote, in base64; their pickles are not loaded
         reader = ItemReader(checkpoint)
         for key in sorted(parts.objects, key=in_order):
             item = checkpoint.objects[key]
@@ -128,7 +128,7 @@ def _to_safetensors(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, st
 
 
 class _Parts:
-    """Keys of a checkpoint, sorted by the file that they go to."""
+    """Keys of a checkpoint, by where they go: model files, optimizer files, or ``optimizer.json`` (objects)."""
 
     def __init__(self, checkpoint: Checkpoint, wanted: Wanted) -> None:
         keys = wanted_keys(checkpoint, wanted.excluded)
@@ -145,13 +145,13 @@ class _Parts:
         self.objects = [key for key in keys if key in checkpoint.objects]
         if not (self.model or self.others):
             raise CheckpointError(f"{checkpoint.path} has nothing that would be converted: no tensors")
-        # Tensors of the model whose keys do not show how they were nested.
+        # Tensors of the model whose path cannot be derived from the key: optimizer.json stores it.
         paths = checkpoint.paths
         self.odd = {key for key in self.model if paths.get(key, (key,)) != path_of(key, self.prefix)}
 
 
 def wanted_keys(checkpoint: Checkpoint, excluded: Sequence[str]) -> list[str]:
-    """Return the keys that are not excluded; raise if an optimizer's state would be left behind."""
+    """Return the keys that are not excluded; raise if the folder has optimizer state that this conversion ignores."""
     everything = [*checkpoint.tensors, *checkpoint.objects]
     states = state_files(checkpoint.folder.files()) if checkpoint.own_files is not None else []
     check_patterns("--exclude", excluded, [*everything, *states])
@@ -165,7 +165,7 @@ def wanted_keys(checkpoint: Checkpoint, excluded: Sequence[str]) -> list[str]:
 
 
 def _prefix_of(checkpoint: Checkpoint, keys: Sequence[str]) -> str:
-    """Return the prefix of the model's keys: of the nested state dict, if that is known."""
+    """Return ``model.`` if the model is nested under it, or, with unknown nesting, if all ``keys`` begin with it."""
     inside = [key for key in keys if key.startswith(_DEFAULT_PREFIX)]
     paths = [path for key in inside if (path := checkpoint.paths.get(key))]
     if paths:
@@ -179,7 +179,7 @@ def _to_dcp(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Rewrite, str]:
         raise CheckpointError(f"{checkpoint.path} has nothing that would be converted; see --exclude")
     new = _new_tensors(checkpoint, keys, checkpoint.model_keys, wanted.dtype)
     pieces: list[Piece] = []
-    for key, tensor in new.items():  # chunks as they are stored, and rows of those that are larger than a file may be
+    for key, tensor in new.items():  # keep the stored chunks; divide those that are larger than a file may be
         numel = max(wanted.shard_bytes // tensor.dtype.itemsize, 1)
         for chunk in checkpoint.tensors[key].chunks:
             for small in stretches(chunk.region, numel):
@@ -208,7 +208,7 @@ def as_dcp(
 def _new_tensors(
     checkpoint: Checkpoint, keys: Iterable[str], model_keys: Collection[str], dtype: torch.dtype | None
 ) -> dict[str, StoredTensor]:
-    """Return the new tensors of ``keys``: the model's floats get the dtype."""
+    """Return the new tensors of ``keys``; the model's floating-point tensors get ``dtype``, if given."""
     found = {key: checkpoint.tensors[key]._replace(chunks=()) for key in keys if key in checkpoint.tensors}
     cast = {key for key, tensor in found.items() if dtype and key in model_keys and tensor.dtype in DTYPES.values()}
     return {key: tensor._replace(dtype=dtype) if dtype and key in cast else tensor for key, tensor in found.items()}

@@ -1,15 +1,15 @@
-"""Plan Megatron's split ``fsdp_dtensor`` of its ``torch_dist``, with the optimizer's state, counters and options.
+"""Plan the conversion of Megatron's ``torch_dist`` to split ``fsdp_dtensor``, with all of the optimizer's state.
 
 ::
 
     decoder.layers.mlp.linear_fc1.weight         model.module.decoder.layers.{0, 1, ...}.mlp.linear_fc1.weight_{w, v}
     optimizer.state.exp_avg.<that>               optimizer.state.module.module.module.<each>.exp_avg
-    optimizer.state.param.<that>                 model.module.<each>, as the weights of Megatron-FSDP are the fp32 mains
+    optimizer.state.param.<that>                 model.module.<each>: Megatron-FSDP's weights are the fp32 mains
     common.pt: param groups                      optimizer.param_to_group_meta.module.module.module.<each, fused>.step
     common.pt: args, iteration, ...              args, iteration, ...
 
-``torch_dist`` stacks layers and experts along its first dimensions, and stores gate and up like one rank. So each new
-tensor is a rectangle of an old one. Only plain values of ``args`` are kept, and nothing is run.
+``torch_dist`` stacks layers and experts along the first dimensions, and stores ``[gate; up]`` as one rank has them. So
+each new tensor is a rectangle of an old one. Only plain values of ``args`` are kept; no code in them is run.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from .convert import Wanted, as_dcp, wanted_keys
 
 _WRAPPERS = "module.module.module."  # around the model in the optimizer: two of Megatron-FSDP, and Float16Module
 _MAINS = ("param", "fp32_param", "master_param")
-_LAYERS = re.compile(r"(?!.*\blayers\.\d)((?:.*\.)?layers)\.(\D.*)")  # layers, or experts, are stacked in front
+_LAYERS = re.compile(r"(?!.*\blayers\.\d)((?:.*\.)?layers)\.(\D.*)")  # stacked in the first dimension, as experts are
 _EXPERTS = re.compile(r"(.*\.experts\.experts)\.(linear_fc\d\..*)")
 _MOST_PARTS = 1 << 20  # of one tensor: layers times experts
 _EXPERT = re.compile(r"(.*\.experts)\.experts\.(\d+)\.(linear_fc\d)\.(weight|bias)(_[wv])?")
@@ -51,7 +51,7 @@ _BUCKETS = "its optimizer is stored by buckets (dp_reshardable), and only Megatr
 
 
 class _Part(NamedTuple):
-    """A new tensor: a rectangle of a stored one, with one index along each dimension that is stacked in front."""
+    """A new tensor: the rectangle at ``start`` of one layer or expert, the stored tensor's index ``at`` (stacked)."""
 
     name: str
     at: Shape
@@ -90,7 +90,7 @@ class _Plan:
         self.pieces: list[Piece] = []
         self.contents: dict[str, bytes] = {}
         self.paths: dict[str, Path] = {}
-        self.saved: dict[int, bytes] = {}  # by ``id`` of an option, which many parameters share
+        self.saved: dict[int, bytes] = {}  # ``id`` of a value → its bytes, once for options that many parameters share
         self.common, unread = _common(checkpoint)
         self.args: dict[str, Any] = vars(self.common.get("args", argparse.Namespace()))
         names = sorted_out(keys, checkpoint.paths)
@@ -113,7 +113,7 @@ class _Plan:
         self.notes += [what] * bool(apart)
 
     def rewrite(self) -> Rewrite:
-        mains, trained = 0, dict[str, int]()  # number of dimensions by parameter with state
+        mains, trained = 0, dict[str, int]()  # parameter with state → its number of dimensions
         for key, parts in self._parts().items():
             state = self.state[key]
             main = next((state.pop(kind) for kind in _MAINS if kind in state), None)
@@ -124,7 +124,7 @@ class _Plan:
                     self._add(("optimizer", "state", f"{_WRAPPERS}{part.name}", kind), tensor, part)
                 if state or main:
                     trained[part.name] = len(part.shape)
-        if trained:  # options of each parameter, and the counter in its state, where torch's own optimizers read it
+        if trained:  # options of each parameter; its step counter also in its state, where torch's optimizers read it
             groups, found = self._groups(), {}
             for name, dims in trained.items():
                 found[module] = options = self._options_of(module := _WITHIN.sub(r"\1", name), dims, groups)
@@ -143,7 +143,7 @@ class _Plan:
         return new._replace(notes=(*self.notes, *self.checkpoint.notes), headline=headline)
 
     def _parts(self) -> dict[str, list[_Part]]:
-        """Return the parts of each tensor of the model: for each layer and expert, gate and up."""
+        """Return the new tensors that each tensor of the model becomes: by layer and expert, gate and up apart."""
         tensors, path = self.checkpoint.tensors, self.checkpoint.path
         form = _GROUPED if self.args.get("moe_grouped_gemm", True) else _SEQUENTIAL
         placed: dict[str, tuple[str, Shape]] = {}  # by parameter: stored tensor and place
@@ -186,7 +186,7 @@ class _Plan:
             self.pieces.append(Piece(key, small, small.numel * tensor.dtype.itemsize, read))
 
     def _add_values(self, path: Path, value: Any) -> None:
-        """Add values that are no state, those in nested dicts under keys of their own, as in DCP."""
+        """Add values other than state; each value in a nested dict gets its own key, as in DCP."""
         for own, each in flattened(value, path):
             if isinstance(each, Tensor):
                 shape = tuple(each.shape)
@@ -228,7 +228,7 @@ class _Plan:
         return groups
 
     def _options_of(self, name: str, dims: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the options of a parameter's group: by --names or, without these, by Megatron's rule."""
+        """Return the options of the parameter's group, found by ``--names`` or else by Megatron's default rule."""
         names, fitting = self.wanted.names, groups
         if names:
             fitting = [
@@ -249,7 +249,7 @@ class _Plan:
 
 
 def _common(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """Read Megatron's common state; name omitted entries: values that are not plain, or only for torch_dist."""
+    """Read Megatron's common state; also return names of omitted entries: not plain, or of use in torch_dist only."""
     unread: list[str] = []
     if COMMON_FILE not in checkpoint.folder.files():
         raise CheckpointError(f"{checkpoint.path} has no {COMMON_FILE}, in which torch_dist has its options; fetch it")

@@ -1,11 +1,11 @@
-"""Convert one file of ``torch.save`` to a checkpoint of DCP (mapped), and back (whole in memory).
+"""Convert one file of ``torch.save`` to a checkpoint of DCP (the file is mapped), or back (all data are in memory).
 
 ::
 
     model.pt ──torch.load(weights_only, mmap)──▶ state dict ──dcp.save──▶ DST/
     SRC/     ──ItemReader──▶ tensors and objects, by path ──torch.save──▶ model.pt
 
-No code of either is run: files with more than tensors and plain values are refused.
+No code in either format is run: files that hold anything but tensors and plain values are refused.
 """
 
 import os
@@ -36,11 +36,11 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of a parameter
 
 
 def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, list[str]]:
-    """Write a checkpoint with everything in a file; return its outermost keys, and notes."""
+    """Write all values of a file to a checkpoint of DCP; return a line that counts its outermost keys, and notes."""
     folder, name = Folder(os.path.dirname(source) or "."), os.path.basename(source)
     try:
         archive = Archive(folder.view(name, 0, folder.size_bytes(name)))
-        with warnings.catch_warnings(action="ignore"):  # of protocols that torch may not know, which is an error later
+        with warnings.catch_warnings(action="ignore"):  # of pickle protocols unknown to torch: these fail later
             state = plain_load(archive, source, source, max_memory_bytes, mmap=True)
     except DamagedError as error:
         raise CheckpointError(f"{source} is not what torch.save writes: {error}") from error
@@ -52,7 +52,7 @@ def to_dcp(source: str, destination: str, max_memory_bytes: int) -> tuple[str, l
             raise CheckpointError(f"{source} has a part of {key}, as one rank of several has it. {whose}")
     with appearing(destination) as made:
         try:
-            with warnings.catch_warnings(action="ignore"):  # that there is no process group
+            with warnings.catch_warnings(action="ignore"):  # torch warns that there is no process group
                 save(state, storage_writer=FileSystemWriter(made, sync_files=True), no_dist=True)
         except CheckpointException as error:
             raise written(next(iter(error.failures.values()))[0]) from error
@@ -70,7 +70,7 @@ def _empty_dicts(state: Mapping[Any, Any], lead: str = "") -> Iterator[str]:
 
 
 def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memory_bytes: int) -> tuple[str, list[str]]:
-    """Write one file with everything in a checkpoint, nested as it was; return its content, and notes."""
+    """Write all values of a checkpoint to one file, nested as they were; return a line that counts them, and notes."""
     checkpoint = open_checkpoint(source)
     check_whole(checkpoint, 1)
     keys = wanted_keys(checkpoint, excluded)
@@ -104,7 +104,7 @@ def to_torch(source: str, destination: str, excluded: tuple[str, ...], max_memor
 
 
 class _Nest(dict[Any, Any]):
-    """A dict made by :func:`_nested`; other dicts are values."""
+    """A dict made by :func:`_nested`, in contrast to a dict that is a stored value."""
 
 
 def _nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]:
@@ -126,13 +126,13 @@ def _nested(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[Any, Any]
 
 
 def _with_lists(value: Any) -> Any:
-    """Turn dicts whose keys are the numbers of a list into lists: paths have numbers for lists."""
+    """Turn each :class:`_Nest` with the int keys 0, 1, ... into a list: in paths, ints are indices of lists."""
     if not isinstance(value, _Nest):
         return value
     inside = {key: _with_lists(each) for key, each in value.items()}
     state = inside.get("state")
     if "param_groups" in inside and type(state) is dict and all(_NUMBER.fullmatch(str(key)) for key in state):
-        # An optimizer's own state dict numbers its parameters; DCP turns the numbers into texts.
+        # ``optimizer.state_dict()`` has int keys in ``state``, which DCP has turned into strings.
         inside["state"] = {int(key): each for key, each in state.items()}
     is_list = bool(inside) and set(inside) == set(range(len(inside))) and all(type(key) is int for key in inside)
     return [inside[number] for number in range(len(inside))] if is_list else inside

@@ -1,6 +1,6 @@
-"""Translate one framework's names and fused weights to another's, by the steps of its data files in turn.
+"""Translate one framework's names and fused weights to another's, in the steps that a family's data file defines.
 
-Each step writes into a folder next to the destination, which is removed after the next step.
+Each step but the last writes a checkpoint into a temporary folder, which the next step reads and then removes.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ HUB = "hf"
 _FRAMEWORKS = resources.files(__package__) / "frameworks"
 _TORCH_DIST = resources.files(__package__) / "torch_dist.json"
 
-_LEAD = r"{lead:(?:.*\.)?}"  # prefixes of keys, such as model.
+_LEAD = r"{lead:(?:.*\.)?}"  # placeholder for prefixes of keys, such as ``model.``
 
 
 class Rename(NamedTuple):
-    """A step that renames keys by templates, and leaves out keys that the other framework lacks."""
+    """A step that renames keys by pairs of templates, and drops ``ignored`` keys, which the target lacks."""
 
     pairs: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]
@@ -55,7 +55,7 @@ class Fuse(NamedTuple):
 
 
 def _family(name: str) -> Mapping[str, Any]:
-    """Read the data file of a family: of this package, or the user's TOML file."""
+    """Read the data file of a family: one of this package, or the user's own TOML file."""
     if not name.endswith(".toml"):
         files = {file.name.removesuffix(".toml"): file for file in _FRAMEWORKS.iterdir()}
         if name not in files:
@@ -84,7 +84,7 @@ def steps(family: str, source: str, target: str) -> list[Rename | Fuse]:
         stages = sorted({table.get("stage", 1) for table in tables})
         return [_rules([table for table in tables if table.get("stage", 1) == stage]) for stage in stages]
 
-    # Each framework's own tensors, in stages of merging.
+    # Rules by stage, in the order of merging; splits run the stages backwards.
     split, merged = fusions(other, None), fusions(HUB, other)
     if source == HUB:
         split, merged = merged, split
@@ -106,9 +106,9 @@ def _rules(tables: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def rename_exchange(checkpoint: Checkpoint, rename: Rename, excluded: Sequence[str]) -> Exchange:
-    """Plan the renaming of all keys, without their prefix (``model.``)."""
+    """Plan the renaming of all keys; templates match keys without the model's prefix (such as ``model.``)."""
     names = sorted_out([*checkpoint.tensors, *checkpoint.objects], checkpoint.paths)
-    # The prefix of the model's keys before the framework's names: one of the first key's prefixes.
+    # The model's prefix is the shortest prefix of the first key without which some key has a known name.
     keys = [key for key in names.others if key in checkpoint.tensors]
     starts = [0, *(found.end() for found in re.finditer(r"\.", keys[0]))] if keys else []
     prefixes = (keys[0][:start] for start in starts)
@@ -164,7 +164,7 @@ def translate(
             f"{family} is not as docs/checkpoints.md describes it ({type(error).__name__}: {error})"
         ) from error
     notes += old.notes
-    # Checked before the first step, not in a later one. Optional rules may match nothing, and then need no values.
+    # Check now, not in a later step. Optional rules are left out: if they match nothing, they need no values.
     rules = [rule for step in work if isinstance(step, Fuse) for rule in step.rules if not rule.optional]
     missing = sorted({name for rule in rules for name in rule.value_names} - values.keys())
     if missing:
@@ -186,7 +186,7 @@ def translate(
                 request = Request(step.rules, known, left_out, is_sure=True)
                 new = rewrite.plan(old, step.way, request)
             is_last = number + 1 == len(work)
-            sidecars: dict[str, bytes | None] = dict.fromkeys(old.sidecars)  # without the record of a split
+            sidecars: dict[str, bytes | None] = dict.fromkeys(old.sidecars)  # without a record of this step's split
             if is_last and frameworks[1] == "megatron":  # files that Megatron-Core expects with torch_dist
                 torch.save({}, buffer := io.BytesIO())
                 sidecars = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: _TORCH_DIST.read_bytes(), **sidecars}
@@ -200,7 +200,7 @@ def translate(
 
 @contextlib.contextmanager
 def _room_for(destination: str) -> Iterator[Path]:
-    """Yield a folder for the steps' results, on the destination's disk if that is local."""
+    """Yield a folder for the results of steps: ``DST.steps``, or a temporary one if the destination is a URL."""
     if "://" in destination:
         with tempfile.TemporaryDirectory(prefix="checkpoint-tools-") as folder:
             yield Path(folder)

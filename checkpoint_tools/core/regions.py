@@ -1,6 +1,6 @@
-"""Rectangles of tensors, and the parts of fused tensors in them and in their shards. Integers in, integers out.
+"""Rectangles of tensors, and where the parts of fused tensors lie in them and in shards. Integers in, integers out.
 
-Along one dimension, every layout that fused projections have is a *comb*: blocks of equal length at equal distances::
+In each layout, a part of a fused projection is a *comb* along one dimension: blocks of equal length, equally spaced::
 
     concatenated   gggguuuu    gate: 1 block of 4 at 0           up: 1 block of 4 at 4
     grouped        gguugguu    gate: 2 blocks of 2, every 4      up: the same, from 2 on
@@ -12,7 +12,7 @@ Along one dimension, every layout that fused projections have is a *comb*: block
     sizes, layout ──combs_of──▶ Comb of each part ──▶ part_chunks(chunks of a shard, Comb) ──▶ chunks of the part,
                                                                                              in the same local memory
 
-A *stretch* of a rectangle is a smaller one whose elements follow each other in the row-major memory of the larger one::
+A *stretch* is a smaller rectangle whose elements are contiguous in the row-major memory of the larger rectangle::
 
     rectangle 4 × 6      stretches of up to 12      of up to 4
     ┌────────────┐       ┌────────────┐ 1           ┌───────┬────┐
@@ -36,7 +36,7 @@ Layout = Literal["concatenated", "interleaved", "grouped", "stacked"]
 class Comb(NamedTuple):
     """The indices of one part along the fused dimension: ``blocks`` of ``length``, ``distance`` apart.
 
-    ``is_dropped``: the part has one index there, and does not have the dimension.
+    ``is_dropped``: the part is one index of the fused dimension, and lacks this dimension itself.
     """
 
     start: int
@@ -51,12 +51,12 @@ class Comb(NamedTuple):
 
 
 def replaced(values: Sequence[int], dim: int, *new: int) -> Shape:
-    """Return offsets, sizes or strides with other values in the place of one dimension."""
+    """Replace the value of dimension ``dim`` in offsets, sizes or strides by ``new`` values, or by none."""
     return (*values[:dim], *new, *values[dim + 1 :])
 
 
 def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Comb, ...]:
-    """Return the comb of each part; ``sizes`` are over all groups, of which each has an equal share of every part."""
+    """Return the comb of each part. ``sizes``: of each part over all groups; every group has an equal share of it."""
     if layout == "interleaved":
         if len(set(sizes)) > 1:
             raise ValueError(f"interleaved parts have equal sizes, got {list(sizes)}")
@@ -72,22 +72,22 @@ def combs_of(sizes: Sequence[int], layout: Layout, groups: int = 1) -> tuple[Com
 
 
 def part_chunks(fused: ShardChunks, dim: int, comb: Comb) -> ShardChunks:
-    """List a part's rectangles in this rank's memory; without any, an empty one at the end of dimension 0."""
+    """List a part's rectangles in this rank's memory; if it has none there, one empty rectangle."""
     shape = comb.part_shape(fused.global_shape, dim)
     chunks = tuple(piece for chunk in fused.chunks for piece in _cut(chunk, dim, comb) if piece.numel)
-    if comb.is_dropped:  # the part has no such dimension
+    if comb.is_dropped:  # the part lacks the fused dimension
         chunks = tuple(
             Chunk(replaced(at, dim), replaced(sizes, dim), start, replaced(strides, dim))
             for at, sizes, start, strides in chunks
         )
-    if not chunks and shape:  # a part without dimensions has no chunk without elements
+    if not chunks and shape:  # a part without dimensions cannot have an empty chunk
         nothing = nothing_of(shape)
         chunks = (Chunk(*nothing, 0, contiguous_strides(nothing.sizes)),)
     return ShardChunks(shape, fused.local_shape, chunks)
 
 
 def span_of(part: ShardChunks) -> tuple[int, ShardChunks]:
-    """Return the place of the part's first element in flat local memory, and its chunks from there."""
+    """Return the index of the part's first element in flat local memory, and its chunks relative to this index."""
     chunks = [chunk for chunk in part.chunks if chunk.numel]
     if not chunks:
         return 0, ShardChunks(part.global_shape, (0,), part.chunks)
@@ -129,7 +129,7 @@ def _piece(chunk: Chunk, dim: int, part_at: int, size: int, local_at: int, step:
 
 
 def nothing_of(shape: Shape) -> "TensorRegion":
-    """Return an empty rectangle at the end of dimension 0, as torch's empty shards have it: all are alike."""
+    """Return the empty rectangle at the end of dimension 0, where torch puts every empty shard."""
     return TensorRegion((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
 
 
@@ -151,7 +151,7 @@ def whole_of(shape: Shape) -> TensorRegion:
 
 
 def stretches(region: TensorRegion, max_numel: int) -> Iterator[TensorRegion]:
-    """Divide a rectangle into stretches of at most ``max_numel`` elements, in the order of its memory."""
+    """Divide a rectangle into stretches of at most ``max_numel`` elements, in row-major order."""
     offsets, sizes = region
     if region.numel <= max(max_numel, 1):
         yield region

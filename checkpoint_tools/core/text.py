@@ -1,7 +1,7 @@
 """Text that users write and read: sizes, order and patterns of keys, and text that is safe to print.
 
-Keys and names of files may contain anything: escapes that move the cursor or set the title of a window, letters that
-turn the direction of what follows, halves of letters. :func:`printable` escapes them.
+Keys and file names may contain anything: terminal escapes, marks that reverse the direction of text, lone surrogates.
+:func:`printable` escapes all of them.
 """
 
 import fnmatch
@@ -20,7 +20,7 @@ NEED_EXTRA = (
 class CheckpointError(ValueError):
     """A problem of a checkpoint, of rules, or of a request.
 
-    The message is one line: the problem, and what to do. Functions that open, read, plan or write may raise it.
+    The message is one line: the problem, and what to do. Any function that opens, reads, plans or writes may raise it.
     """
 
     def __init__(self, message: str) -> None:
@@ -31,18 +31,18 @@ MAX_DIMS = 64
 """Most dimensions of a tensor: numpy's limit."""
 
 MAX_INT64 = 2**63 - 1
-"""Largest size, offset or count that is plausible."""
+"""Largest size, offset or count that is accepted from a file."""
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Tell whether a foreign value is a size, an offset or a count."""
+    """Tell whether a value from a file can be a size, an offset or a count: an int from 0 to ``MAX_INT64``."""
     return type(value) is int and 0 <= value <= MAX_INT64
 
 
 _DIGITS = re.compile(r"(\d+)")
 
 _LEAST_BYTES = 1024
-"""The smallest size that needs no unit: a smaller number is meant as MiB or GiB."""
+"""Smallest size that is accepted without a unit: the user of a smaller number probably meant MiB or GiB."""
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1} | {
@@ -64,7 +64,7 @@ def human_bytes(count: float) -> str:
 
 
 def shortened(text: str, length: int = 200) -> str:
-    """Cut a foreign text to its beginning."""
+    """Cut a text from a file to its first ``length`` characters."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
@@ -106,21 +106,21 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again with those of another
+@functools.lru_cache(1 << 17)  # keys are sorted when a checkpoint is opened, and again in each comparison
 def natural_order(key: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a sort key in which digits count as numbers, also numbers too long for Python's int()."""
+    """Return a sort key that orders digits as numbers, even if they are too long for Python's ``int()``."""
     parts = ((part.isdecimal(), part) for part in _DIGITS.split(key) if part)
     digits = ((is_number, part.lstrip("0") if is_number else part) for is_number, part in parts)
     return tuple([(not is_number, len(part) * is_number, part) for is_number, part in digits])
 
 
 def is_excluded(key: str, patterns: Sequence[str]) -> bool:
-    """Tell whether any pattern matches."""
+    """Tell whether any of the patterns matches ``key``."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def check_patterns(option: str, patterns: Iterable[str], keys: Iterable[str]) -> None:
-    """Check that each pattern matches a key: typing errors would silently choose nothing."""
+    """Check that each pattern matches a key: a pattern with a typing error would silently choose nothing."""
     known = list(keys)
     idle = [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(key, pattern) for key in known)]
     if idle:
@@ -130,19 +130,19 @@ def check_patterns(option: str, patterns: Iterable[str], keys: Iterable[str]) ->
         )
 
 
-# Control characters but the line's end; marks of direction; halves of letters, which no encoding has.
+# Control characters except the newline; marks of text direction; lone surrogates, which cannot be encoded.
 _UNPRINTABLE = re.compile("[\0-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff]")
 
 
 def printable(text: str) -> str:
     """Escape the characters that must not reach a terminal."""
-    if text.isascii() and text.isprintable():  # nearly all are, in tables of a million cells
+    if text.isascii() and text.isprintable():  # fast path: nearly every cell of a table with a million cells
         return text
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text)
 
 
 def table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Format rows of texts, aligned left, and numbers, aligned right, below their names; nothing is cut off."""
+    """Format rows under the column names ``texts`` (aligned left) and ``numbers`` (aligned right), uncut."""
     cells = [(*texts, *numbers)]
     cells += (tuple(printable(cell).replace("\n", "\\n") for cell in row) for row in rows)
     aligned = []

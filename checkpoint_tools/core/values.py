@@ -1,4 +1,4 @@
-"""Two tensors, element by element: their bits, or within a tolerance. Two objects: their types and bits."""
+"""Compare two tensors element by element, by bits or within a tolerance, and two objects by their types and bits."""
 
 import itertools
 import struct
@@ -16,15 +16,15 @@ def compare(
 ) -> list[tuple[int, float | None]]:
     """Compare flat tensors of the same dtype, part by part; ``numels``: elements of each part.
 
-    Elements are the same if their bits are, or with tolerances as ``torch.isclose`` has it (NaN are equal).
+    Elements are the same if their bits are; with a tolerance, also if ``torch.isclose`` with ``equal_nan`` says so.
 
     Returns:
-        For each part, the number of different elements, and the largest difference: infinite if only one side is a
-        number; ``None`` if no element differs, or the dtype has no differences.
+        For each part, the number of different elements, and the largest difference: infinite if one side is infinite or
+        only one is NaN; ``None`` if no element differs, or if elements of the dtype cannot be subtracted (float4).
     """
     differs = _bits(a) != _bits(b)
     where = (differs.view(len(a), -1).any(dim=1) if a.itemsize == 16 else differs).nonzero().flatten()
-    # Compares bits: packed dtypes such as float4 cannot be indexed.
+    # Index the bits: tensors of packed dtypes such as float4 cannot be indexed.
     part_a, part_b = (_bits(each).view(len(each), -1)[where].flatten().view(a.dtype) for each in (a, b))
     gaps = _gaps(part_a, part_b)
     if gaps is not None and (rtol or atol):
@@ -39,14 +39,14 @@ def compare(
 
 
 def _gaps(a: Tensor, b: Tensor) -> Tensor | None:
-    """Return distances in float64: infinite if only one side is a number; None for dtypes without numbers."""
+    """Return |a - b| in float64: infinite if one is infinite or only one NaN; None for packed dtypes (float4)."""
     try:
         wide = _wide(a), _wide(b)
-    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 have no numbers one by one
+    except (RuntimeError, NotImplementedError):  # packed dtypes such as float4 cannot be cast
         return None
     gaps = (wide[0] - wide[1]).abs()
     if not (a.is_floating_point() or a.is_complex()):
-        # float64 has 53 bits, so subtract in int64; for differences beyond int64, rounding does not matter.
+        # float64 holds 53 bits exactly, so subtract in int64; in differences beyond int64, rounding does not matter.
         exact = a.to(torch.int64) - b.to(torch.int64)
         return torch.where(gaps < 2.0**62, exact.to(torch.float64).abs(), gaps)
     both_nan = wide[0].isnan() & wide[1].isnan()
@@ -62,11 +62,11 @@ def _bits(values: Tensor) -> Tensor:
 
 
 MAX_VALUES = 10_000_000
-"""Most values of an object: a few lists that contain each other have more than can be visited."""
+"""Limit of values in an object: a few lists that repeat each other can hold more than could ever be visited."""
 
 
 def values_in(value: Any) -> Iterator[Any]:
-    """Yield all values of a tree, keys among them, each as often as it is contained."""
+    """Yield all values of a tree, including dict keys; yield a shared value once per place."""
     pending = [value]
     while pending:
         each = pending.pop()
@@ -78,7 +78,7 @@ def values_in(value: Any) -> Iterator[Any]:
 
 
 def flattened(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield the values in nested dicts, and in lists that hold dicts or tensors, by their paths, as DCP has them."""
+    """Yield (path, value) pairs, flattened as by DCP: through dicts, and through lists that hold dicts or tensors."""
     if not _is_nested(value):
         yield path, value
         return
@@ -98,11 +98,11 @@ def has_more_values(value: Any, most: int) -> bool:
 
 
 def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) -> bool:
-    """Tell whether two objects are the same: their types, and the bits of their numbers and tensors.
+    """Tell whether two objects have the same types, and the same bits in their numbers and tensors.
 
-    So 1, 1.0 and True are three values, 0.0 and -0.0 are two, and NaN equal each other if their bits do; also in sets
-    and as keys of dicts, whose order does not matter. ``seen``: pairs of containers, each of which is compared once.
-    Raises a RecursionError if they are nested too deeply.
+    1, 1.0 and True differ, 0.0 and -0.0 differ, and NaN are the same if their bits are, in sets and dict keys too. The
+    order of dicts does not matter. ``seen``: pairs of containers that need no second comparison. Raises a
+    RecursionError for objects that are nested too deeply.
     """
     seen = {} if seen is None else seen
     if type(a) is not type(b):
@@ -111,7 +111,7 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
     if isinstance(a, dict | list | tuple):
         if (id(a), id(b)) in seen:
-            return True  # differences are found where the pair was first seen
+            return True  # the first visit of this pair finds any difference
         seen[id(a), id(b)] = a, b
     if isinstance(a, dict):
         of_a, of_b = ({_identity(key): value for key, value in each.items()} for each in (a, b))
@@ -122,7 +122,7 @@ def same_values(a: Any, b: Any, seen: dict[tuple[int, int], Any] | None = None) 
 
 
 def _identity(value: Any) -> Any:
-    """Map a value to an object that, unlike ``value``, is equal only for identical values; hashable if it is."""
+    """Return a key that is equal only for values of the same type and bits; hashable if ``value`` is."""
     kind = type(value)
     if isinstance(value, float):
         return kind, struct.pack("<d", value)

@@ -1,1 +1,1 @@
-"""Fused tensors: rules for their parts, and splits and merges in files and in state dicts in memory."""
+"""Fused tensors: rules that name their parts; splits and merges, in files and in state dicts in memory."""

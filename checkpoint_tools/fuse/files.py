@@ -1,16 +1,16 @@
-"""Splits and merges of checkpoints in files: requests, completed from the files' content, and plans.
+"""Splits and merges of checkpoints in files: complete a user's request from the files' content, and plan it.
 
 ::
 
     --preset, --rules, --value, --exclude, --only, --yes ─┐
-    split_record.json: what was split, and how ───────────┼──find_exchange──▶ Exchange
+    split_record.json: tensors split before, and rules ───┼──find_exchange──▶ Exchange
     args, config.json: values of the model's config ──────┘
 
 The names of parts do not tell whether they were ever fused: a model may have layers of both kinds. So split records in
 its checkpoint which tensors it split, with rules and values, and merge exchanges only those.
 
-Values of the model's config are read from the checkpoint: ranks, from the format of Megatron's ``torch_dist``; sizes
-and heads, from its ``args``, of which nothing is run; numbers, from Hugging Face's ``config.json``.
+Values of the model's config are read from the checkpoint: numbers of ranks are 1 in Megatron's ``torch_dist``; sizes
+and heads are in Megatron's ``args``, whose code is not run; other models have a Hugging Face ``config.json``.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _MAX_BYTES = 256 << 20
 
 
 class Split(NamedTuple):
-    """One run of split: its rules, values of the model's config, and fused tensors by the names that rules match."""
+    """One run of split: its rules, its values of the model's config, and the names of the tensors that it split."""
 
     rules: tuple[Rule, ...]
     values: Mapping[str, float]
@@ -49,7 +49,7 @@ class Split(NamedTuple):
 
 
 def read_record(checkpoint: Checkpoint) -> list[Split]:
-    """Read the splits of a checkpoint that were not undone, the latest last."""
+    """Read the splits of a checkpoint that no merge has undone, the latest last."""
     try:
         content = read_file(checkpoint.folder, RECORD_FILE, _MAX_BYTES)
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def read_record(checkpoint: Checkpoint) -> list[Split]:
 
 
 def new_record(checkpoint: Checkpoint, way: Way, asked: "Request", fused: Sequence[str]) -> dict[str, bytes]:
-    """Return the record after these tensors are split or merged; no file if no split is left."""
+    """Return the record file after the tensors ``fused`` are split or merged; no file if no split is left."""
     matched, splits = frozenset(fused), read_record(checkpoint)
     if way == "split":
         splits.append(Split(tuple(asked.rules), asked.values, matched))
@@ -97,24 +97,24 @@ def _crc(splits: Any) -> int:
 
 
 class Request(NamedTuple):
-    """A user's request to split or merge; without rules, to undo the last split."""
+    """A user's request to split or merge; a merge without rules undoes the last split."""
 
     rules: Sequence[Rule]
     values: Mapping[str, float]
-    excluded: Sequence[str] = ()  # patterns of keys that stay
+    excluded: Sequence[str] = ()  # patterns of keys that stay as they are
     only: Sequence[str] = ()  # patterns of the only fused tensors or parts to exchange
-    is_sure: bool = False  # merge everything that the rules match
+    is_sure: bool = False  # --yes: merge everything that the rules match
     is_dry: bool = False  # plan only
     # Completed from the checkpoint:
     wanted: Wanted = ALL  # which matches are exchanged
-    is_known: bool = False  # a record or the user has chosen them, not the rules alone
+    is_known: bool = False  # whether a record or the user chose the matches, or the rules alone
     notes: Sequence[str] = ()
 
 
 def _of_record(
     checkpoint: Checkpoint, request: Request
 ) -> tuple[Sequence[Rule], frozenset[str] | None, list[tuple[str, float]]]:
-    """Return the rules of a merge, and fused tensors and values from the record of split."""
+    """Return the rules of a merge; from the record: names of fused tensors (None if not recorded), and values."""
     rules, splits = request.rules, read_record(checkpoint)
     if rules:
         splits = [] if request.is_sure else splits
@@ -122,7 +122,7 @@ def _of_record(
         splits = splits[-1:]
         rules = splits[0].rules
         for rule in rules:
-            if not rule.is_bounded:  # its author may be hostile
+            if not rule.is_bounded:  # the author of the record may be hostile
                 raise CheckpointError(
                     f"{checkpoint.path}/{RECORD_FILE} has a rule of its own for {shortened(rule.fused)}, whose pattern "
                     "could take forever; if you trust it, give the rules that were used for split with --rules"
@@ -140,7 +140,7 @@ def _completed(checkpoint: Checkpoint, way: Way, request: Request) -> Request:
         raise CheckpointError(f"no rules{hint}; give --preset NAME or --rules FILE: {fitting}")
     known, given = {name for rule in rules for name in rule.value_names}, dict(request.values)
     recorded = [(name, value) for name, value in recorded if name in known]
-    for name, value in recorded:  # they win over the model's config
+    for name, value in recorded:  # recorded values take precedence over the model's config
         if given.setdefault(name, value) != value and name not in request.values:
             raise CheckpointError(f"{RECORD_FILE} has several values of {name}; give the one with --value")
     values, notes = with_told(checkpoint, known, given)
@@ -178,7 +178,7 @@ def find_exchange(way: Way, checkpoint: Checkpoint, request: Request) -> tuple[E
     if not found.matched:
         raise CheckpointError(f"nothing to {way}; {'; '.join(found.notes)}")
     check_patterns("--only", asked.only, [*found.matched, *(part for fusion in found.fusions for part in fusion.parts)])
-    # A key that seems to belong to an exchanged tensor would silently stay unchanged.
+    # Refuse keys that seem to belong to an exchanged tensor but are not planned: they would silently stay unchanged.
     old = {key for fusion in found.fusions for key in (fusion.fused, *fusion.parts) if key in source.tensors}
     others = source.names.others
     known = old.intersection(others)
@@ -230,7 +230,7 @@ class _Files(Source):
 
 
 def read_groups(checkpoint: Checkpoint, names: Iterable[GroupName]) -> dict[GroupName, Any]:
-    """Read the param groups that are stored as objects."""
+    """Read those param groups of ``names`` that are stored as objects."""
     reader = ItemReader(checkpoint)
     return {name: reader.read_object(checkpoint.objects[name.key]) for name in names if name.key in checkpoint.objects}
 
@@ -241,14 +241,14 @@ COMMON_FILE = "common.pt"
 FORMAT_FILE = "metadata.json"
 _CONFIG_FILE = "config.json"
 _ARGS = "args"
-_MAX_CONFIG_BYTES = 64 << 20  # of a file with config values
+_MAX_CONFIG_BYTES = 64 << 20  # limit of a file with config values
 
 _MEGATRON: Mapping[str, list[str]] = tomllib.loads(resources.files(__package__).joinpath("megatron.toml").read_text())
-"""By name of a value in presets: the arguments of Megatron whose product it is."""
+"""Name of a value in presets → the Megatron arguments whose product is that value."""
 
 
 class _Known(NamedTuple):
-    """A value, its source, and whether it describes how the checkpoint is stored, so that users cannot override it."""
+    """A config value and its source; ``is_layout``: it says how tensors are stored, so users cannot override it."""
 
     value: float
     where: str
@@ -258,7 +258,7 @@ class _Known(NamedTuple):
 def with_told(
     checkpoint: Checkpoint, names: Iterable[str], given: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
-    """Add values of ``names`` from the checkpoint to the given ones, and note their sources."""
+    """Add the values of ``names`` that the checkpoint knows to ``given``; return all values, and notes on sources."""
     wanted = set(names)
     found = {**_of_config(checkpoint), **_of_args(checkpoint)} if wanted else {}
     if is_torch_dist(checkpoint):
@@ -283,7 +283,7 @@ def with_told(
 
 
 def is_torch_dist(checkpoint: Checkpoint) -> bool:
-    """Tell whether the checkpoint says that Megatron-Core has written it."""
+    """Tell whether ``metadata.json`` says that Megatron-Core wrote the checkpoint as ``torch_dist``."""
     return bool(_json(checkpoint, FORMAT_FILE).get("sharded_backend") == "torch_dist")
 
 
@@ -306,10 +306,10 @@ def _of_args(checkpoint: Checkpoint) -> dict[str, _Known]:
     for where, args in found.items():
         if isinstance(args, PickledObject) and isinstance(args.state, dict):
             state = args.state
-            if state.get("group_query_attention") is False:  # then num_query_groups is 1
+            if state.get("group_query_attention") is False:  # Megatron ignores num_query_groups=1 in args then
                 state = {**state, "num_query_groups": state.get("num_attention_heads")}
             counts: dict[str, list[Any]] = {name: [state.get(each) for each in of] for name, of in _MEGATRON.items()}
-            # Only args tell over how many ranks Megatron divided the experts.
+            # No other source says how many ranks share an expert, so users cannot override this value.
             return {
                 name: _Known(math.prod(factors), f"args in {where}", is_layout=name == EXPERT_RANKS)
                 for name, factors in counts.items()

@@ -3,11 +3,11 @@
 ::
 
     model state, optimizer state ──flat keys──▶ plan_exchange ──▶ Exchange ──▶ parts: views of fused memory
-    parts ──(saved, or loaded into)──▶ merge_state_dict ──▶ the very fused tensors again
+    parts ──(saved, or loaded into)──▶ merge_state_dict ──▶ the same fused tensors
 
-No collective, and no copies of shards: loads into the parts write the fused tensors. A part of a sharded tensor is a
-DTensor whose local tensor carries its chunks (:class:`~fsdp_offload.checkpoint.ShardTensor`), since no placement
-describes its rows on a rank.
+Neither direction needs a collective or copies a shard: loading into the parts writes the fused tensors. A part of a
+sharded tensor is a DTensor whose local tensor carries its chunks (:class:`~fsdp_offload.checkpoint.ShardTensor`), since
+no placement can describe which rows of the part a rank has.
 """
 
 import copy
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Origin(NamedTuple):
-    """Link from a part to the fused tensor that it views, or of which it is a copy; ``ranks`` divide that tensor."""
+    """Link from a part to the fused tensor that it views or copies; ``ranks``: tensor-parallel ranks that divide it."""
 
     fused: Tensor
     rule_key: str
@@ -51,7 +51,7 @@ class _Origin(NamedTuple):
 
 
 _origins: Any = WeakIdKeyDictionary()
-"""Origins of living parts; merging returns their fused tensors."""
+"""Part → its origin, while the part is alive; merging parts returns the fused tensor of their origin."""
 
 
 @tells("split_state_dict(model_state, optim_state, rules, values={'tp_size': 2})")
@@ -68,25 +68,25 @@ def split_state_dict(
     Args:
         model_state: ``{fqn: tensor}``: DTensors, plain tensors, Megatron-FSDP parameters.
         optim_state: in any layout of ``get_optimizer_state_dict``, or ``None``. Its names may have ``module.`` in front
-            more often than the model's. State that is shaped like the parameter is split like it, also if it is the
-            flat local part of a Megatron-FSDP buffer; counters and numbers are copied; ``master_param`` of the
-            parameter's own dtype repeats it and is left out. State of other parameters gets their chunks if its own
-            placements are nominal. Megatron's ``param_to_group_meta`` is not changed: its keys are names of fused
-            parameters.
+            more often than the model's. State shaped like its parameter is split like it, also state that is the flat
+            local part of a Megatron-FSDP buffer. Counters and numbers are copied. ``master_param`` with the parameter's
+            dtype repeats the parameter and is left out. State of unsplit parameters gets the parameter's chunks if the
+            state's placements do not describe its chunks (Megatron-FSDP). Megatron's ``param_to_group_meta`` stays
+            unchanged: its keys are always the fused names.
         rules: see :mod:`checkpoint_tools.fuse.rules`.
         values: config values that the rules' sizes name. ``tp_size``, and for experts ``etp_size``, are taken from the
-            mesh of a parameter if that shows them; otherwise ``etp_size`` is ``tp_size`` by default, as in Megatron.
-        model: a model of Megatron-FSDP whose ``state_dict()`` is ``model_state``: its parameters know their slices,
-            which the values have lost. If experts are renumbered, call
-            :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before that instead.
+            parameter's mesh if the mesh shows them; otherwise ``etp_size`` is ``tp_size`` by default, as in Megatron.
+        model: the Megatron-FSDP model of which ``model_state`` is the ``state_dict()``. Its parameters know their
+            slices, which the state dict has lost. If you renumber experts, leave this out, and call
+            :func:`~fsdp_offload.checkpoint.with_parameter_chunks` before renumbering.
 
     Returns:
-        New dicts; tensors that are not fused stay, also in modules without a gate (which are logged). Parts are views
-        of the memory of the fused tensors, except those of plain tensors fused in groups, which strides cannot express:
-        they are copies, and :func:`merge_state_dict` writes them back.
+        New dicts. Tensors that are not fused stay; those of MLPs without a gate are logged. Parts are views of the
+        fused tensors' memory. Only parts of plain tensors that are fused in groups are copies, as strides cannot
+        express them; :func:`merge_state_dict` writes these copies back.
 
     Raises:
-        ValueError: rules do not fit the keys or the shapes; state of another shape than its parameter, by name.
+        ValueError: rules do not fit the keys or the shapes, or state has another shape than its parameter.
     """
     if model is not None:
         model_state = with_parameter_chunks(model, model_state)
@@ -102,12 +102,12 @@ def merge_state_dict(
 ) -> tuple[StateDict, StateDict | None]:
     """Exchange parts for the fused tensors: the inverse of :func:`split_state_dict`.
 
-    For parts made by :func:`split_state_dict`, return the fused tensors themselves, with the values loaded into the
-    parts. Other plain tensors are copied together.
+    If :func:`split_state_dict` made the parts, return the original fused tensors, with the values that were loaded into
+    the parts. Other parts must be plain tensors; they are copied into a new fused tensor.
 
     Raises:
-        ValueError: parts are missing, do not belong together, differ in a counter, or are sharded and were not made by
-            :func:`split_state_dict`: then their rows may be on other ranks.
+        ValueError: parts are missing, do not belong together or differ in a counter; or parts are sharded, but not made
+            by :func:`split_state_dict`, so that rows of the fused tensor may be on other ranks.
     """
     return _exchanged("merge", model_state, optim_state, rules, values or {})
 
@@ -189,7 +189,7 @@ class _StateDicts(Source):
         return local_shard(value).detach() if isinstance(value, Tensor) else value
 
     def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
-        """Take the number of tensor-parallel ranks from the parameter's own mesh: experts' may differ."""
+        """Take the number of tensor-parallel ranks from the parameter's own mesh: experts may have another number."""
         value, name = self.all[key], str(rule.groups)
         ranks = _origins[value].ranks if value in _origins else _tensor_parallel_ranks(value)
         if ranks is None or name not in (DENSE_RANKS, EXPERT_RANKS):
@@ -206,7 +206,7 @@ class _StateDicts(Source):
         return super().joined(match, keys, where) if origins is None else origins[0].layout
 
     def nested(self, optim: StateDict, found: Exchange) -> StateDict:
-        """Return the optimizer's state dict in its original layout, from values under flat keys."""
+        """Return the optimizer's state dict in its original layout; ``optim``: values under flat keys."""
         if self._is_flat:
             return {key.removeprefix(f"{self._lead}."): value for key, value in optim.items()}
         state: StateDict = {new: {} for fqn in self._states for new in found.listed.get((self._lead, fqn), (fqn,))}
@@ -241,7 +241,7 @@ def _split(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
 
 
 def _with_chunks_of(param: Any, value: Any) -> Any:
-    """Give state of an unsplit parameter that parameter's chunks, if its own placements are nominal."""
+    """Give ``value``, state of an unsplit parameter, the parameter's chunks, if the state's placements are nominal."""
     if not all(isinstance(each, Tensor) and is_dtensor(each) for each in (param, value)):
         return value
     if says_its_chunks(value) or not says_its_chunks(param):
@@ -261,7 +261,7 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
     if (is_dtensor(value) or is_dtensor(param)) and not memory.is_contiguous():
         raise CheckpointError(f"{fusion.fused}: expected a contiguous local tensor, got strides {memory.stride()}")
     own = chunks_of(param)
-    # A whole tensor; if the parameter is sharded, one that is larger than the shard.
+    # A plain tensor is whole, unless the parameter is sharded and its shard has the same number of elements.
     is_plain = not is_dtensor(value) and (not is_dtensor(param) or memory.numel() != own.local_numel)
     chunks = _chunks_in(fusion, param, own, value, memory, is_plain=is_plain)
     if chunks is None:
@@ -287,7 +287,7 @@ def _parts_of(fusion: Fusion, param: Tensor, value: Tensor) -> dict[str, Tensor]
 
 
 def _tensor_parallel_ranks(tensor: Tensor) -> int | None:
-    """Count the tensor-parallel ranks of a DTensor's mesh that divide it; ``None`` if unknown."""
+    """Count the tensor-parallel ranks that divide a DTensor, from its mesh; ``None`` if unknown."""
     if not isinstance(tensor, DTensor):
         return None
     is_megatron, index = hasattr(tensor, MEGATRON_INDEX), getattr(tensor, MEGATRON_INDEX, None)
@@ -300,7 +300,7 @@ def _tensor_parallel_ranks(tensor: Tensor) -> int | None:
 def _chunks_in(
     fusion: Fusion, param: Tensor, own: ShardChunks, value: Tensor, memory: Tensor, *, is_plain: bool
 ) -> ShardChunks | None:
-    """Return the chunks of the fused tensor in ``memory``; ``own``: those of its parameter; None if unknown."""
+    """Return the chunks of the fused tensor that ``memory`` holds, or None; ``own``: the parameter's chunks."""
     is_whole_shape = tuple(value.shape) == fusion.shape
     if is_plain:
         return chunks_of(memory) if is_whole_shape else None
@@ -309,7 +309,7 @@ def _chunks_in(
         is_nominal = says_its_chunks(param) and not says_its_chunks(value)
         chunks = own if is_nominal else chunks_of(value)
         return chunks if chunks.local_numel == memory.numel() else None
-    # Some optimizers keep this rank's elements, in the parameter's local shape or flat, perhaps without a mesh.
+    # Some optimizers keep state of this rank's elements as a plain tensor, in the parameter's local shape or flat.
     is_shaped = tuple(memory.shape) == tuple(local_shard(param).shape)
     is_flat = is_flat_state(param, value) or (memory.dim() == 1 and says_its_chunks(param))
     return own if memory.numel() == own.local_numel and (is_shaped or is_flat) else None
@@ -323,7 +323,7 @@ def _blocks_of(whole: Tensor, dim: int, comb: Comb) -> Tensor:
 
 
 def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> list[_Origin] | None:
-    """Return the origins of all parts of ``rule_key``, in order; None if they are other plain tensors."""
+    """Return the origins of ``parts``, in order; None if they were not all made by splitting ``rule_key``."""
     origins: list[_Origin] = [origin for part in parts if (origin := _origins.get(part)) is not None]
     if [(each.rule_key, len(each.layout[2])) for each in origins] != [(rule_key, len(parts))] * len(parts):
         return None
@@ -333,7 +333,7 @@ def _origins_of(rule_key: str | None, parts: Sequence[Tensor], where: str) -> li
 
 
 def _merged(found: Exchange, source: _StateDicts) -> dict[str, StateDict]:
-    """Map each old key to the new keys and values that replace it; a fused tensor replaces its first part."""
+    """Map each old key to the new keys and values that replace it; a fused tensor takes its first part's place."""
     new = {key: dict.fromkeys(found.copies.get(key, (key,)), value) for key, value in source.all.items()}
     for fusion in found.fusions:
         parts = [source.all[part] for part in fusion.parts]

@@ -1,20 +1,20 @@
-"""Sort the keys of a checkpoint into tensors of a model, state of an optimizer by FQN, and its param groups.
+"""Sort the keys of a checkpoint into tensors of the model, optimizer state by FQN, and param groups.
 
 ====================================== ================================================================================
 path or key                            kind
 ====================================== ================================================================================
-``optim`` ``state`` FQN ``exp_avg``    state of a parameter, of a nested optimizer state dict
-``optim`` ``state.FQN.exp_avg``        the same, of a flattened one
+``optim`` ``state`` FQN ``exp_avg``    state of a parameter, in a nested optimizer state dict
+``optim`` ``state.FQN.exp_avg``        the same, in a flattened optimizer state dict
 ``optimizer.state.exp_avg.FQN``        the same, named by kind first, as Megatron's ``torch_dist`` has it
 ``optim`` ``param_groups.FQN.lr``      an entry of a param group for one parameter, flattened
 ``optim`` ``param_groups`` 0           a param group, or one entry of it: ``params`` lists FQNs
-anything else                          a tensor of a model, or something that has no parts: such as Megatron's
+anything else                          a tensor of the model, or a value that is never split, such as Megatron's
                                        ``param_to_group_meta``, which always has the fused names
 ====================================== ================================================================================
 
-DCP keeps the path of a value in the nested state dict; for other writers, the key is divided at its dots. FQNs have
-dots and names of state have none, unless flattened param groups list a shorter FQN, as
-:mod:`fsdp_offload.checkpoint.names` reads them too.
+DCP stores each value's path in the nested state dict; keys of other writers are divided at their dots. The last word is
+the name of the state, and the words before it are the FQN. If flattened param groups list a shorter FQN, the rest is
+part of the state's name, as in :mod:`fsdp_offload.checkpoint.names`.
 """
 
 import itertools
@@ -30,19 +30,19 @@ from ..stored.checkpoint import Path
 _BY_FQN = ("state", "param_groups")
 
 KINDS = frozenset(("exp_avg", "exp_avg_sq", "momentum_buffer", "param", "fp32_param", "master_param"))
-"""Megatron-Core's names of state, to find the FQN in checkpoints without a model."""
+"""Megatron-Core's names of state, by which FQNs are found in a checkpoint without a model."""
 
 
 class StateName(NamedTuple):
-    """A key of one parameter of an optimizer: ``before`` + ``fqn`` + ``after``."""
+    """A key of an entry of one parameter's state or options: ``before`` + ``fqn`` + ``after``."""
 
     key: str
     optimizer: str  # prefix of this optimizer's keys
     before: str  # "optim.state.", or "optimizer.state.exp_avg."
     fqn: str
     after: str  # ".exp_avg", or nothing
-    path: Path = ()  # of the value; empty if not known
-    kind: str = ""  # the entry's name, if it precedes the FQN
+    path: Path = ()  # the value's path in the nested state dict; empty if not known
+    kind: str = ""  # the entry's name if it precedes the FQN, else empty
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class StateName(NamedTuple):
         return self.kind or self.after.removeprefix(".")
 
     def renamed(self, fqn: str) -> tuple[str, Path]:
-        """Return key and path of the same entry of another parameter."""
+        """Return key and path of the same entry for the parameter ``fqn``."""
         path: list[str | int] = []
         start = 0
         for part in self.path:
@@ -61,7 +61,7 @@ class StateName(NamedTuple):
 
 
 class GroupName(NamedTuple):
-    """A key of a param group, of all groups, or of the list of FQNs of one."""
+    """A key that holds one param group, a list of all groups, or (``is_list``) the FQNs of one group."""
 
     key: str
     optimizer: str
@@ -84,7 +84,7 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
         path = paths.get(key, ())
         known = path if ".".join(map(str, path)) == key else ()
         name = _of_path(key, known, known)
-        if name is None and len(known) < 2:  # not nested, or of unknown nesting
+        if name is None and len(known) < 2:  # not nested, or its nesting is unknown
             name = _by_kind_first(key, known, known_keys.keys()) or _of_path(key, _path_in(key), known)
         if isinstance(name, StateName):
             states.append(name)
@@ -96,7 +96,7 @@ def sorted_out(keys: Iterable[str], paths: Mapping[str, Path]) -> Names:
     for name in states:
         if name.before.endswith("param_groups."):
             listed[name.optimizer].add(name.fqn)
-    # Shorten FQNs to those that flattened param groups list: the rest is the dotted name of a value in a dict.
+    # Shorten FQNs to those that flattened param groups list; the rest is the name of state that is a nested dict.
     for number, name in enumerate(states):
         fqn = None if name.kind else parameter_of(f"{name.fqn}.", listed[name.optimizer])
         if fqn is not None:
@@ -115,7 +115,7 @@ def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:
                 return None  # an entry that all parameters of the group share
             return GroupName(key, start.removesuffix("."), bool(inside))
         if word in _BY_FQN and (dot or rest):
-            is_alone = not dot and len(rest) > 1  # the FQN is a component; else its last word is the entry
+            is_alone = not dot and len(rest) > 1  # the FQN is a component of its own; else FQN and entry share one
             if not dot:
                 if not isinstance(rest[0], str):
                     return None
@@ -128,7 +128,7 @@ def _of_path(key: str, path: Path, known: Path) -> StateName | GroupName | None:
 
 
 def _path_in(key: str) -> Path:
-    """Guess the path of a key of state, or of a param group: FQNs have dots, and other names none."""
+    """Guess the path of a key of state or of a param group, if only FQNs contain dots."""
     words = key.split(".")
     for at, word in enumerate(words):
         lead, rest = words[: at + 1], words[at + 1 :]
@@ -140,7 +140,7 @@ def _path_in(key: str) -> Path:
 
 
 def _by_kind_first(key: str, path: Path, known: Set[str]) -> StateName | None:
-    """Return the name of state of Megatron-Core's ``torch_dist``: a key of the model follows the kind."""
+    """Parse a key of Megatron-Core's ``torch_dist``: ``...state.<kind>.<FQN>``; None for other keys."""
     lead, found, rest = key.partition("state.") if key.startswith("state.") else key.partition(".state.")
     kind, _, fqn = rest.partition(".")
     if not found or not fqn or not (fqn in known or (kind in KINDS and fqn.rpartition(".")[2] not in KINDS)):
@@ -156,14 +156,14 @@ def _is_number(part: str) -> bool:
 
 
 class Owner(NamedTuple):
-    """The model's tensor of some state: ``key = lead + same``, and the state's ``fqn = own_lead + same``."""
+    """The model's tensor ``key`` that owns some state: ``key = lead + same``; the state's ``fqn = own_lead + same``."""
 
     key: str
     lead: str
     own_lead: str
 
     def own(self, other_key: str, fqn: str) -> str:
-        """Return the state's name for another tensor of the same model."""
+        """Return the FQN under which the same optimizer has the state of ``other_key``, a tensor of the same model."""
         if not other_key.startswith(self.lead):
             raise CheckpointError(
                 f"state of {fqn} belongs to {self.key}, but what becomes of it, {other_key}, does not begin with "
@@ -173,7 +173,7 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """Index of a model's keys by all of their endings, to find the owner of state."""
+    """Index of the model's keys by all of their endings, in which the owner of state is looked up."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._by_end: dict[str, list[str]] = {}
@@ -184,10 +184,10 @@ class Owners:
                 at = name.find(".", at) + 1 or -1
 
     def of(self, fqn: str, outcome: Callable[[str], object]) -> Owner | None:
-        """Return the owner of state of ``fqn``, which may have ``module.`` in front more often than the model.
+        """Return the owner of the state of ``fqn``, which may begin with ``module.`` more often than the model's key.
 
-        Either may have wrappers in its name, if no name is exact. Of several owners, the one with the shortest prefix
-        is returned. If several have it, ``outcome`` must be equal for all of them.
+        An exact name wins; otherwise, names of wrappers in either name are ignored. Of several owners, the one with the
+        shortest prefix wins; if several are equally short, ``outcome`` must be equal for all of them.
         """
         ends: list[str] = []
         for name in (fqn, without_wrappers(fqn)):

@@ -6,9 +6,9 @@
                                state by FQN ────whose tensor is it?────┴──▶ Exchange: fusions, copies, new names
 
 One plan serves checkpoints in files (:mod:`checkpoint_tools.fuse.files`) and state dicts in memory
-(:mod:`checkpoint_tools.fuse.live`). State follows its parameter: if the model's tensors are among the keys, their
-state is exchanged like them, even if its FQNs have other prefixes (``model.module.x`` and ``module.module.x``). State
-without a model is matched by its own FQNs. The plan reads shapes, and only those values that it copies or compares.
+(:mod:`checkpoint_tools.fuse.live`). State follows its parameter: if the keys include the model's tensors, state is
+exchanged like its tensor, even if FQNs have other prefixes (``model.module.x`` and ``module.module.x``). Without a
+model, rules match the FQNs of the state. The plan reads shapes, and only the values that it has to copy or compare.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from .rules import ALL, MAX_KEY, Match, Rule, Wanted, Way, find_matches, match_o
 
 
 class Fusion(NamedTuple):
-    """One fused tensor and its parts; a checkpoint stores either the one or the others."""
+    """One fused tensor and its parts; a checkpoint stores either the fused tensor or the parts."""
 
     fused: str
     parts: tuple[str, ...]
@@ -36,8 +36,8 @@ class Fusion(NamedTuple):
     dtype: torch.dtype
     dim: int
     combs: tuple[Comb, ...]
-    is_flat: bool = False  # stored as one dimension of all of its elements
-    owner: str | None = None  # key of the model's tensor: its own, or that of its parameter
+    is_flat: bool = False  # stored flat, in one dimension
+    owner: str | None = None  # the model's fused key: its own, or for state its parameter's; None without a model
 
     def part_shapes(self) -> list[tuple[str, Shape]]:
         """List the key and the shape of each part."""
@@ -51,31 +51,31 @@ Fqn = tuple[str, str]
 
 @dataclass
 class Exchange:
-    """The plan: the outcome of each key. Keys that it does not name stay."""
+    """The plan: new keys and values for old keys. Keys that the plan does not name stay."""
 
-    fusions: list[Fusion] = field(default_factory=list)  # split, or merged; those of the model come first
+    fusions: list[Fusion] = field(default_factory=list)  # to split or to merge; the model's come first
     copies: dict[str, tuple[str, ...]] = field(default_factory=dict)  # old key → new keys with its value
-    objects: dict[str, Any] = field(default_factory=dict)  # key → its new value: a param group that lists other FQNs
+    objects: dict[str, Any] = field(default_factory=dict)  # key → new value: param groups that list the new FQNs
     paths: dict[str, Path] = field(default_factory=dict)  # new key → its path in the nested state dict, if known
-    parameters: int = 0  # number of fusions of a model's tensors
-    matched: tuple[str, ...] = ()  # fused tensors by matched name: the model's, or state's without a model
+    parameters: int = 0  # number of fusions that are tensors of the model
+    matched: tuple[str, ...] = ()  # names of fused tensors as rules matched them: keys, or FQNs without a model
     listed: dict[Fqn, tuple[str, ...]] = field(default_factory=dict)  # FQN → its replacement in param groups
     owners: dict[Fqn, str] = field(default_factory=dict)  # FQN of state → key of the model's tensor
     notes: tuple[str, ...] = ()  # for people
 
     def copy(self, name: StateName, fqns: Sequence[str]) -> None:
-        """Copy an entry of state to other parameters."""
+        """Plan a copy of an entry of state for each of the parameters ``fqns``."""
         self.copies[name.key] = tuple(self.renamed(name, fqn) for fqn in fqns)
 
     def renamed(self, name: StateName, fqn: str) -> str:
-        """Return the key of the same entry of another parameter, and note its path."""
+        """Return the key of the same entry for the parameter ``fqn``, and record its path."""
         key, path = name.renamed(fqn)
         if path:
             self.paths[key] = path
         return key
 
     def relist(self, name: GroupName, content: Any, new: Mapping[str, Sequence[str]]) -> None:
-        """Replace FQNs in a param group, in several, or in the list of one; ``new``: the replacements of each."""
+        """Replace FQNs in the param groups stored under ``name``; ``new``: old FQN → its replacements."""
 
         def relisted(value: Any, *, is_list: bool) -> Any:
             if is_list:
@@ -88,7 +88,7 @@ class Exchange:
             self.objects[name.key] = relisted(content, is_list=name.is_list)
 
     def check_new_keys(self, before: Set[str], old: Set[str] = frozenset()) -> None:
-        """Raise if a new key is taken; ``before``: all keys of the checkpoint; ``old``: those that are fused."""
+        """Raise if a new key is taken. ``before``: all keys of the checkpoint; ``old``: keys that fusions remove."""
         fused = (key for fusion in self.fusions for key in (fusion.fused, *fusion.parts) if key not in old)
         new = Counter([*fused, *(key for keys in self.copies.values() for key in keys)])
         left = before - old - self.copies.keys()
@@ -103,7 +103,7 @@ Layout = tuple[Shape, int, tuple[Comb, ...]]
 
 @dataclass
 class Source:
-    """Input of a plan: values under flat keys. ``tensors`` have a shape and a dtype; ``values`` are the config's."""
+    """Input of a plan, by flat key; ``tensors``: objects with shape and dtype; ``values``: the config's, by name."""
 
     names: Names
     tensors: Mapping[str, Any]
@@ -112,7 +112,7 @@ class Source:
     values: Mapping[str, float]
 
     def value(self, key: str) -> Any:
-        """Return an object or a number, to copy or compare it."""
+        """Return the object or scalar of ``key``, to copy or compare it."""
         raise NotImplementedError
 
     def values_for(self, rule: Rule, key: str) -> Mapping[str, float]:
@@ -145,9 +145,9 @@ def plan_exchange(
 
 
 class _Role(NamedTuple):
-    """The role of a name in a match: the fused tensor (no number), or one of the parts.
+    """The role of a name in a match: the fused tensor (``number`` is None), or part ``number``.
 
-    ``fused`` and ``parts`` are names of the model or of this optimizer; ``owner`` is the model's tensor of state.
+    ``fused`` and ``parts`` are spelled as in the model, or as in this optimizer. ``owner``: for state, the model's key.
     """
 
     match: Match
@@ -175,7 +175,7 @@ class _Planner:
         self.found = Exchange()
         self.layouts: dict[str, Layout] = {}  # of the model's fused tensors
         self.used: set[int] = set()  # numbers of rules that match
-        self.whole: dict[str, None] = {}  # matched tensors in which nothing is fused
+        self.whole: dict[str, None] = {}  # matched tensors that are not fused (no gate)
         self.of_model = self._roles(model, self.shapes)
         self.of_state = self._roles_of_state(fqns, Owners(key for key in model if len(key) <= MAX_KEY))
         idle = [rule.fused for n, rule in enumerate(self.rules) if n not in self.used and not rule.optional]
@@ -193,7 +193,7 @@ class _Planner:
         self._check_ambiguity()
         roles = [*self.of_model.values(), *(role for role in self.of_state.values() if role.owner is None)]
         self.found.matched = tuple(dict.fromkeys(role.match.fused for role in roles))
-        for fqn, role in self.of_state.items():  # in param groups, a merged tensor replaces its first part
+        for fqn, role in self.of_state.items():  # in param groups, a merged tensor takes the place of its first part
             self.found.listed[fqn] = role.parts if role.number is None else () if role.number else (role.fused,)
 
     def _roles(self, names: Iterable[str], shapes: Mapping[str, Shape]) -> dict[str, _Role]:
@@ -231,7 +231,7 @@ class _Planner:
         return roles
 
     def _outcome(self, key: str) -> object:
-        """Return a value that is equal for tensors of the model that are exchanged alike: state may be of either."""
+        """Return a value that is equal for model tensors whose state would be exchanged in the same way."""
         role = self.of_model.get(key)
         return role and (id(role.match.rule), role.number, self.shapes[key], self.source.tensors[key].dtype)
 
@@ -286,19 +286,19 @@ class _Planner:
             self.found.fusions.append(Fusion(name.key, parts, shape, tensor.dtype, dim, combs, is_flat, role.owner))
 
     def _fuse_model(self, fusion: Fusion, old: str, new: Iterable[str]) -> None:
-        """Exchange a tensor of the model; ``new`` keys get paths in the nested state dict next to that of ``old``."""
+        """Plan a fusion of the model; put the ``new`` keys next to ``old`` in the nested state dict."""
         self.found.fusions.append(fusion)
         self.found.parameters += 1
         self.layouts[fusion.fused] = fusion.shape, fusion.dim, fusion.combs
         path = self.source.paths.get(old, ())
         for key in new if path and ".".join(map(str, path)) == old else ():
-            # The longest common prefix.
+            # Find the longest prefix of the old path that the new key begins with.
             leads = ((at, "".join(f"{part}." for part in path[:at])) for at in reversed(range(len(path))))
             at, lead = next((at, lead) for at, lead in leads if key.startswith(lead))
             self.found.paths[key] = (*path[:at], key.removeprefix(lead))
 
     def _shapes_of_state(self) -> dict[str, dict[str, Shape]]:
-        """Return the shape of each parameter, by optimizer and FQN: that of the state with the most dimensions."""
+        """Return parameter shapes by optimizer and FQN: the shape of each one's state with the most dimensions."""
         shapes: dict[str, dict[str, Shape]] = {name.optimizer: {} for name in self.source.names.states}
         for name in self.source.names.states:
             is_state = bool(name.kind) or name.before.endswith("state.")  # not an entry of a group
@@ -363,12 +363,12 @@ class _Planner:
         return Fusion(fused, keys, shape, first, dim, combs, owner=owner)
 
     def _check_options(self) -> None:
-        """Check that the parts of one tensor are in param groups with the same options, as it can have only one set."""
+        """Check that the parts of a tensor have equal param-group options: the fused tensor can have only one set."""
         options: dict[Fqn, Mapping[str, Any]] = {}
         for name, content in self.source.groups.items():
             for group in groups_in(content, name):
                 entries = {entry: value for entry, value in group.items() if entry != "params"}
-                if name.is_list:  # options have their own keys; assume that groups differ
+                if name.is_list:  # the options are under other keys: treat each group's as different
                     entries = {"listed in": name.key}
                 options.update(((name.optimizer, str(fqn)), entries) for fqn in group.get("params", ()))
         roles = {(optimizer, role.fused): role.parts for (optimizer, _), role in self.of_state.items()}
@@ -395,12 +395,12 @@ def _key_of(fqn: Fqn) -> str:
 
 
 def listed(content: Any, name: GroupName) -> list[str]:
-    """List the FQNs in a param group, in several, or in the list of one."""
+    """List the FQNs in the param groups stored under ``name``."""
     return [str(fqn) for group in groups_in(content, name) for fqn in group.get("params", ())]
 
 
 def groups_in(content: Any, name: GroupName) -> list[dict[str, Any]]:
-    """List the param groups; a bare list of names counts as a group without options."""
+    """List the param groups in ``content``; a bare list of FQNs becomes a group without options."""
     groups = content if isinstance(content, list | tuple) else [content]
     if name.is_list:
         return [{"params": groups}] if groups is content else []

@@ -1,7 +1,7 @@
 r"""Rules: fused tensors and their parts, as data.
 
-A rule names the fused tensor and its parts by templates. ``{name}`` stands for any text and ``{name:regex}`` for text
-that matches; the parts are named with the same texts, so a rule reads in both directions::
+A rule names the fused tensor and its parts by templates. ``{name}`` stands for any text, ``{name:regex}`` for text that
+matches. The parts have the placeholders of the fused tensor, so a rule works in both directions::
 
     fused = "{prefix}.mlp.gate_up_proj{suffix:\\.weight|\\.bias}"
     parts = ["{prefix}.mlp.gate_proj{suffix}", "{prefix}.mlp.up_proj{suffix}"]
@@ -36,19 +36,19 @@ class Rule:
     """A rule for one kind of fused tensor.
 
     Attributes:
-        fused: template of the fused tensor's key: the whole FQN.
-        parts: templates of the parts' keys, in the order in which they lie in the fused tensor.
-        sizes: of the parts along ``dim``, over all groups: ``"equal"``, or for each part a number or an expression of
-            config values such as ``"num_heads * head_dim"``. One size may be ``"rest"``.
+        fused: template of the fused tensor's key; it has to match the whole FQN.
+        parts: templates of the parts' keys, in the order in which the parts lie in the fused tensor.
+        sizes: size of each part along ``dim``, summed over all groups: ``"equal"``, or for each part a number or an
+            expression of config values such as ``"num_heads * head_dim"``. One size may be ``"rest"``.
         dim: the fused dimension; negative counts from the last.
-        layout: ``"concatenated"``; ``"interleaved"`` (one index of each part in turns); ``"grouped"``: for each
-            tensor-parallel rank, or each group of heads, its share of all parts; ``"stacked"``: one index for each
-            part, along a dimension that the parts do not have.
-        groups: for ``grouped``, a number or an expression: how many ranks or groups.
-        same_size_as: ``(template, dim)`` of another tensor whose size along ``dim`` has to be that of the first part.
-            If ``linear_fc1`` itself has that size, the MLP has no gate, and is not changed.
-        each: an expression for the number of indices of a stack; ``{each}`` in the parts stands for each index.
-        optional: whether a model may have no such tensor. Of several optional rules, one must match.
+        layout: ``"concatenated"``: one part after the other; ``"interleaved"``: one index of each part in turns;
+            ``"grouped"``: for each tensor-parallel rank or group of heads, its share of all parts; ``"stacked"``: one
+            index for each part, along a dimension that the parts do not have.
+        groups: number of ranks or groups of the layout ``"grouped"``: a number or an expression.
+        same_size_as: ``(template, dim)`` of another tensor. Its size along ``dim`` must be the first part's size. If it
+            is the size of the whole tensor (``linear_fc1`` of an MLP without a gate), the tensor is left unsplit.
+        each: expression for the number of indices of a stack; ``{each}`` in ``parts`` stands for each index.
+        optional: whether a model may lack such a tensor. If all rules are optional, at least one must match.
         only: patterns of keys, as in a shell (``*``, ``?``, ``[...]``): the rule covers only these.
         exclude: patterns of keys that the rule does not cover.
         source: the code that defines the layout.
@@ -71,7 +71,7 @@ class Rule:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for fields_of, is_right, what in _FIELD_CHECKS:  # from files, a string may stand for a list
+        for fields_of, is_right, what in _FIELD_CHECKS:  # a file may have a string where a list belongs
             for name in fields_of.split():
                 if not is_right(getattr(self, name)):
                     raise CheckpointError(f"rule for {self.fused}: {name} must be {what}, got {getattr(self, name)!r}")
@@ -97,7 +97,7 @@ class Rule:
                 raise CheckpointError(f"rule for {self.fused}: {text}")
 
     def expanded(self, values: Mapping[str, float]) -> "Rule":
-        """Return the rule with a part for each index; a config value gives their number."""
+        """Return the rule with ``{each}`` in its parts replaced by 0, 1, ...; ``each`` evaluates to their number."""
         count = evaluated(self.each, values, f"{self.fused}, and how many parts it has") if self.each else 0
         if count > _MOST_PARTS:  # a config.json may have any number
             raise CheckpointError(f"{self.each} is {count:,}, and a tensor has at most {_MOST_PARTS:,} parts")
@@ -106,7 +106,7 @@ class Rule:
 
     @property
     def is_bounded(self) -> bool:
-        """Tell whether matching is fast for every key, also if the rule is hostile."""
+        """Tell whether matching is fast for every key, so that a rule from an untrusted file is safe to use."""
         templates = [self.fused, *self.parts, *(self.same_size_as or ())[:1]]
         regexes = [[found.group(2) or "" for found in _PLACEHOLDER.finditer(str(each))] for each in templates]
         return (
@@ -117,13 +117,13 @@ class Rule:
 
     @property
     def value_names(self) -> frozenset[str]:
-        """Return the names of config values in sizes and groups, also if these cannot be evaluated."""
+        """Return the config values named in ``sizes``, ``groups`` and ``each``, even in expressions with errors."""
         own = () if self.sizes == "equal" else self.sizes
         expressions = [size for size in (*own, self.groups, self.each) if isinstance(size, str) and size != "rest"]
         return frozenset(name for text in expressions for name in re.findall(r"\b[^\W\d]\w*", text))
 
     def dim_of(self, shape: Sequence[int], where: str) -> int:
-        """Return the fused dimension of a tensor of that shape, not negative."""
+        """Return the fused dimension of a tensor of ``shape``, counted from the first."""
         dim = self.dim + (len(shape) if self.dim < 0 else 0)
         if not 0 <= dim < len(shape):
             raise CheckpointError(f"{where} has shape {tuple(shape)}, and the rule divides dimension {self.dim}")
@@ -132,7 +132,7 @@ class Rule:
         return dim
 
     def match(self, key: str) -> "Match | None":
-        """Return the parts of the fused tensor ``key``, if the rule covers it."""
+        """Match ``key`` as a fused tensor; None if the rule does not cover it."""
         found = template_pattern(self.fused).fullmatch(key) if len(key) <= MAX_KEY else None
         if found is None or is_excluded(key, self.exclude) or (self.only and not is_excluded(key, self.only)):
             return None
@@ -140,8 +140,8 @@ class Rule:
         return Match(self, key, tuple(template_filled(part, texts) for part in self.parts), texts)
 
     def match_part(self, key: str, number: int = 0) -> "Match | None":
-        """Return the fused tensor of which ``key`` is part ``number``, if the rule covers it."""
-        # With the placeholders of the fused one, regular expressions included.
+        """Match ``key`` as part ``number`` of a fused tensor; None if the rule does not cover that tensor."""
+        # Give the part's placeholders the regular expressions of the fused template.
         written = {found.group(1): found.group(0) for found in _PLACEHOLDER.finditer(self.fused)}
         typed = _PLACEHOLDER.sub(lambda found: written[found.group(1)], self.parts[number])
         found = template_pattern(typed).fullmatch(key) if len(key) <= MAX_KEY else None
@@ -149,7 +149,7 @@ class Rule:
 
     def combs(self, fused_size: int, values: Mapping[str, float], where: str) -> tuple[Comb, ...]:
         """Return the comb of each part along the fused dimension, from config values."""
-        if DENSE_RANKS in values:  # Megatron's default: experts like dense layers
+        if DENSE_RANKS in values:  # Megatron's default: as many ranks for experts as for dense layers
             values = {EXPERT_RANKS: values[DENSE_RANKS], **values}
         groups, sizes = evaluated(self.groups, values, where), self.part_sizes(fused_size, values, where)
         if groups < 1:
@@ -198,13 +198,13 @@ class Match(NamedTuple):
     texts: dict[str, str]
 
     def is_whole(self, shapes: Mapping[str, Sequence[int]]) -> bool:
-        """Tell whether nothing is fused, as without a gate: ``same_size_as`` has the size of the whole tensor."""
+        """Tell whether nothing is fused (an MLP without a gate): ``same_size_as`` has the whole tensor's size."""
         if self.rule.same_size_as is None:
             return False
         (template, at), dim = self.rule.same_size_as, self.rule.dim
         own, other = shapes.get(self.fused, ()), shapes.get(template_filled(template, self.texts), ())
         has_size = -len(own) <= dim < len(own) and -len(other) <= at < len(other) and own[dim] == other[at] > 0
-        # Stacks of experts may be transposed: then both sizes are the hidden size for a rule of the other layout.
+        # If experts are stacked the other way (transposed), both sizes are the hidden size: compare numels as well.
         return has_size and (len(own) < 3 or math.prod(own) == math.prod(other))
 
     def divided(
@@ -212,7 +212,7 @@ class Match(NamedTuple):
     ) -> tuple[int, tuple[Comb, ...]]:
         """Return the fused dimension of a tensor of ``shape``, and the comb of each part along it.
 
-        The first part's size, before its division into groups, is compared with the tensor of ``same_size_as``.
+        Raise if the first part's size, summed over all groups, is not that of the tensor of ``same_size_as``.
         """
         dim = self.rule.dim_of(shape, self.fused)
         if self.rule.same_size_as is not None:
@@ -254,13 +254,13 @@ class Match(NamedTuple):
 
 
 Wanted = Callable[[Match], bool]
-"""Predicate of matched fused tensors to exchange; others, and their parts, stay."""
+"""Predicate that selects the matches to exchange; fused tensors and parts of other matches stay."""
 
 ALL: Wanted = lambda match: True  # noqa: E731
 
 
 def excluding(rules: Iterable[Rule], *patterns: str) -> tuple[Rule, ...]:
-    """Return the rules without keys that match a pattern: ``excluding(preset(...), "vision_model.*")``."""
+    """Return rules that skip keys that match a pattern: ``excluding(preset(...), "vision_model.*")``."""
     given = rules if isinstance(rules, Sequence) else list(rules)
     if not all(isinstance(rule, Rule) for rule in given):
         line = "excluding(preset('hf-gate-up'), 'vision_model.*')"
@@ -272,12 +272,12 @@ Way = Literal["split", "merge"]
 
 
 def match_of(way: Way, rule: Rule, key: str) -> Match | None:
-    """Match a key by a rule: as the fused tensor that is split, or as the first part of one that is merged."""
+    """Match a key by a rule: to split, as the fused tensor; to merge, as its first part."""
     return rule.match(key) if way == "split" else rule.match_part(key)
 
 
 def find_matches(way: Way, keys: Iterable[str], rules: Sequence[Rule], wanted: Wanted = ALL) -> list[Match]:
-    """Find the wanted fused tensors among ``keys``, or those whose parts are among them."""
+    """Find the wanted matches: to split, of fused tensors among ``keys``; to merge, of all parts among ``keys``."""
     known = dict.fromkeys(keys)
     matches: list[Match] = []
     for key in known:
@@ -320,14 +320,14 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
     """Load rules from a file: ``[[rule]]`` tables in TOML or ``{"rule": [{...}]}`` in JSON, with fields of ``Rule``.
 
     Raises:
-        ValueError: it is no such file; the message names the field.
-        OSError: it cannot be read.
+        ValueError: the file does not define rules; the message names the field.
+        OSError: the file cannot be read.
     """
     return rules_of(tables_in(path), str(path))
 
 
 def tables_in(path: str | Path) -> Any:
-    """Read a file of TOML, or of JSON by its suffix."""
+    """Read a TOML file, or a JSON file if its suffix is ``.json``."""
     is_json = str(path).endswith(".json")
     try:
         return (json.loads if is_json else tomllib.loads)(Path(path).read_text(encoding="utf-8"))
@@ -392,10 +392,10 @@ _FIELD_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 # Templates -----------------------------------------------------------------------------------------------------------
 
 MAX_KEY = 1024
-"""Longest key that a rule matches, in characters; no model has longer ones."""
+"""Longest key that a rule matches, in characters; no model has longer keys."""
 
-_MAX_TEMPLATE = 256  # letters
-_MAX_PLACEHOLDERS = 2  # of an untrusted template: time grows with the power of their number
+_MAX_TEMPLATE = 256  # characters
+_MAX_PLACEHOLDERS = 2  # in an untrusted template: matching takes about len(key) ** placeholders
 _WORD = r"([\w-]|\\\.)*"
 _SIMPLE = re.compile(rf"(\.\*(\(\?<!{_WORD}\))?)?{_WORD}|{_WORD}\\d[*+]?")  # a word, after any text or before digits
 
@@ -435,8 +435,8 @@ _OPERATORS: dict[type[ast.operator], Any] = {
 
 
 def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
-    """Evaluate a number or an expression of config values; raise a CheckpointError if it is no whole number."""
-    # Longer ones are useless, and Python's parser fails on very long ones.
+    """Evaluate a number or an expression of config values; raise a CheckpointError if the result is no whole number."""
+    # No layout needs a longer expression, and Python's parser fails on very long ones.
     if isinstance(size, str) and len(size) > _MAX_TEMPLATE:
         raise CheckpointError(
             f"{where}: the size {shortened(size)!r} has {len(size):,} letters, of at most {_MAX_TEMPLATE}"
@@ -458,7 +458,7 @@ def evaluated(size: Size, values: Mapping[str, float], where: str) -> int:
 
 
 def _value(node: ast.expr, values: Mapping[str, float]) -> float:
-    """Evaluate sums, products and quotients of numbers and names, and nothing else."""
+    """Evaluate ``+ - * / //`` of numbers and names; raise for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.Name):

@@ -1,1 +1,1 @@
-"""Views of checkpoints: content, tiling, completeness, and differences."""
+"""Commands that only read: inspect (keys, tiling), verify (completeness) and diff (differences)."""

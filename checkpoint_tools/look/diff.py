@@ -1,12 +1,12 @@
-"""Compare two checkpoints; different chunks of equal tensors are no difference.
+"""Compare two checkpoints; how tensors are divided into chunks does not matter.
 
 ::
 
     Checkpoint, Checkpoint ──▶ keys, shapes, dtypes ──▶ Difference
-                           ──▶ blocks of a tensor, put together from the chunks of each side ──compare──▶ Difference
+                           ──▶ blocks of a tensor, assembled from the chunks of each side ──compare──▶ Difference
 
-A block is a range of elements of the whole tensor in row-major order that is also one range in every chunk it meets:
-rows, or a part of a row that is too large. So every chunk is read once, from start to end.
+A block is a range of the whole tensor's elements in row-major order: some rows, or part of a row that is too large. In
+each chunk that a block meets, it is one range as well. So every chunk is read once, from start to end.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from .verify import UNSEEN, Progress, check_coverage
 
 MAX_BLOCK_BYTES = 32 << 20
 _SMALL_BYTES = 64 << 10
-_COMPARED_NUMEL = 1 << 18  # elements with masks and float64 copies at a time
+_COMPARED_NUMEL = 1 << 18  # elements compared at a time, which takes masks and float64 copies
 
 
 class Difference(NamedTuple):
-    """Difference of one key; of values with the counts of :func:`checkpoint_tools.core.values.compare`.
+    """Difference of one key; for the kind ``values``, with the figures of :func:`checkpoint_tools.core.values.compare`.
 
     ``kind``: ``only in A``, ``only in B``, ``kind``, ``shape``, ``dtype``, ``values`` or ``object``.
     """
@@ -57,7 +57,7 @@ def diff(
     threads: int = 2,
     progress: Progress = UNSEEN,
 ) -> list[Difference]:
-    """Compare ``keys``, bit by bit or by ``|a - b| <= atol + rtol * |b|``; return the differences in their order."""
+    """Compare bit by bit, or by ``|a - b| <= atol + rtol * |b|``; return the differences in the order of ``keys``."""
     sides = _Sides((first, second), max_memory_bytes // threads)
     nbytes = {key: sum(each.tensors[key].nbytes for each in (first, second) if key in each.tensors) for key in keys}
 
@@ -74,7 +74,7 @@ def diff(
             advance(nbytes[key])
         return [*found, *values.differences(first)]
 
-    # All small tensors in one thread, since several would mostly wait for each other. Large ones in any thread.
+    # One thread compares all small tensors: several would mostly wait for each other. Large ones go to any thread.
     small = [key for key in keys if nbytes[key] <= _SMALL_BYTES]
     parts = [small, *([key] for key in keys if nbytes[key] > _SMALL_BYTES)]
     with progress("values", sum(nbytes.values())) as advance, ThreadPoolExecutor(max_workers=threads) as pool:
@@ -83,7 +83,7 @@ def diff(
 
 
 def split_notes(first: Checkpoint, second: Checkpoint) -> list[str]:
-    """Say which side was split from what the other side has fused, by its record, and how to compare them."""
+    """Note if one side's record says that it split tensors that the other side has fused, and how to compare them."""
     notes = []
     sides = (("A", first), ("B", second))
     for (fused_name, fused), (name, parted) in (sides, sides[::-1]):
@@ -98,7 +98,7 @@ def split_notes(first: Checkpoint, second: Checkpoint) -> list[str]:
 
 
 def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tuple[Checkpoint, Checkpoint]:
-    """Return both checkpoints, without ``key_prefix`` in the model's keys of the side that has it."""
+    """Return both checkpoints; remove ``key_prefix`` from the model's keys of the side that has it."""
     sides = [first, second]
     others = [sorted_out([*each.tensors, *each.objects], each.paths).others for each in sides]
     models = [frozenset(each.tensors.keys() & found) for each, found in zip(sides, others, strict=True)]
@@ -117,21 +117,21 @@ def without_prefix(first: Checkpoint, second: Checkpoint, key_prefix: str) -> tu
 
 
 def all_keys(first: Checkpoint, second: Checkpoint) -> list[str]:
-    """List the keys of both, in natural order."""
+    """List the keys of both checkpoints, in natural order."""
     return sorted({*first.tensors, *first.objects, *second.tensors, *second.objects}, key=natural_order)
 
 
 class _Values:
-    """Counts different values, of many small tensors of a dtype together: operations cost more than elements."""
+    """Counts different elements; compares many small tensors of a dtype in one call, as calls cost more than data."""
 
     def __init__(self, tolerance: tuple[float, float]) -> None:
         self._tolerance = tolerance
         self._waiting: dict[torch.dtype, list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
-        self._nbytes = Counter[torch.dtype]()  # of waiting tensors
+        self._nbytes = Counter[torch.dtype]()  # dtype → bytes that wait to be compared
         self._found: dict[str, tuple[int, float | None]] = {}
 
     def add(self, key: str, dtype: torch.dtype, a: Tensor, b: Tensor) -> None:
-        """Add the bytes of elements on both sides."""
+        """Add a part of ``key`` that differs: the bytes of its elements on both sides."""
         self._waiting[dtype].append((key, a, b))
         self._nbytes[dtype] += len(a)
         if self._nbytes[dtype] >= _COMPARED_NUMEL * dtype.itemsize:
@@ -157,11 +157,11 @@ class _Values:
 
 class _Sides:
     def __init__(self, both: tuple[Checkpoint, Checkpoint], memory_bytes: int) -> None:
-        self._both, self._memory_bytes = both, memory_bytes  # for one key
+        self._both, self._memory_bytes = both, memory_bytes  # limit for the comparison of one key
         self._readers = tuple(ItemReader(checkpoint, memory_bytes // 4) for checkpoint in both)
 
     def difference(self, key: str) -> Difference | None:
-        """Compare everything but the values of tensors."""
+        """Compare kinds, shapes and dtypes, and objects entirely; the values of tensors are compared later."""
         kinds = ["tensor" if key in e.tensors else "object" if key in e.objects else None for e in self._both]
         if None in kinds:
             name, kind = ("A", kinds[0]) if kinds[1] is None else ("B", kinds[1])
@@ -187,7 +187,7 @@ class _Sides:
         return None
 
     def unlike_values(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield different parts of a tensor, as the bytes of their elements on both sides."""
+        """Yield the parts of a tensor that differ: the bytes of their elements on both sides."""
         tensors = [checkpoint.tensors[key] for checkpoint in self._both]
         readers, dtype = self._readers, tensors[0].dtype
         items = [tensor.chunks[0] for tensor in tensors if len(tensor.chunks) == 1]
@@ -201,8 +201,8 @@ class _Sides:
         for checkpoint, tensor in zip(self._both, tensors, strict=True):
             for text in check_coverage(tensor):
                 raise CheckpointError(f"{tensor.key} in {checkpoint.path}: {text}; see the command verify")
-        # A quarter of the memory for two blocks and their parts. The rest is for items that can only be read as a
-        # whole: one item of the first side, and two forms of one of the other, as stored and in row-major order.
+        # A quarter of the memory is for two blocks and their parts; three quarters are for items that can only be read
+        # whole: one item of the first side, and one of the second side twice, as stored and in row-major order.
         block_numel = min(MAX_BLOCK_BYTES, self._memory_bytes // 16) // dtype.itemsize
         for block in stretches(whole_of(tensors[0].shape), block_numel) if tensors[0].nbytes else ():
             found = zip(readers, tensors, strict=True)

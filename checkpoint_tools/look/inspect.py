@@ -1,4 +1,4 @@
-"""Summarize a checkpoint from its metadata: keys and groups, as JSON and as tables."""
+"""Summarize a checkpoint from its metadata: its keys and groups of keys, as JSON and as tables."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from ..stored.checkpoint import Checkpoint, StoredTensor
 
 
 class Shown(NamedTuple):
-    """Output of a command: JSON, or a line, tables and notes."""
+    """Output of a command in two forms: JSON; or a line, tables and notes."""
 
     as_json: dict[str, Any]
     headline: str
@@ -18,7 +18,7 @@ class Shown(NamedTuple):
 
 
 def summary(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Shown:
-    """Describe the keys that match ``patterns``, or all, and their groups; an object counts its bytes in the file."""
+    """Describe the keys that match ``patterns``, or all, and their groups; an object's size is that in the file."""
     keys: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key in sorted((*checkpoint.tensors, *checkpoint.objects), key=natural_order):
@@ -62,7 +62,7 @@ def summary(checkpoint: Checkpoint, patterns: Sequence[str] = ()) -> Shown:
 
 
 def tiling(tensor: StoredTensor) -> Shown:
-    """List the parts of a tensor with their files."""
+    """List the chunks of a tensor with their files."""
     dtype, chunks = dtype_name(tensor.dtype), tensor.chunks
     bare = {"bare_dtype": dtype} if chunks and chunks[0].bare_dtype is not None else {}
     rows = (
@@ -79,7 +79,7 @@ def tiling(tensor: StoredTensor) -> Shown:
 
 
 def group_of(key: str, path: Sequence[str | int] = ()) -> str:
-    """Name a key's part of the state dict: ``model``, ``optim exp_avg``, ``optim param_groups``."""
+    """Return the group of a key, its part of the state dict: ``model``, ``optim exp_avg``, ``optim param_groups``."""
     parts = [str(part) for part in path] if len(path) > 1 else key.split(".")
     for at, part in enumerate(parts[:2]):
         if part == "state" and len(parts) > at + 2:

@@ -4,10 +4,10 @@
 
     Checkpoint ──check_structure──▶ problems of metadata, coverage, files and items; reads no large contents
                ──check_items──────▶ data that were changed, or are not finite; reads all data
-             ──seal─────────────▶ .checksums: each item, with the CRC-32 of its contents
+             ──seal─────────────▶ .checksums: each item, with the CRC-32 of all but its large contents
 
-Files are checked in parallel. ``torch.save`` took the CRC-32 of all contents from memory: so sealing need not read
-large ones, and damage between the save and the seal is found as well.
+Files are checked in parallel. ``torch.save`` computed the CRC-32 of all contents in memory, and wrote it next to them.
+So sealing need not read large contents, and damage between the save and the seal is found as well.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ Advance = Callable[[int], object]
 """Called with the number of bytes done since the last call, from any thread."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Called with a name and a size in bytes; returns a context with the function to call on progress."""
+"""Called with a title and the total bytes; returns a context that yields the :data:`Advance` to call on progress."""
 
 UNSEEN: Progress = lambda what, nbytes: contextlib.nullcontext(lambda done: None)  # noqa: E731
 
 WITHOUT_CHECKSUMS = "torch.serialization.set_crc32_options(False) was in force"
 
-_BLOCK_NUMEL = 1 << 20  # bytes that fit into caches, and are long enough for a disk
+_BLOCK_NUMEL = 1 << 20  # fits into caches, and is long enough for a disk
 
 
 class Findings(NamedTuple):
@@ -58,15 +58,15 @@ class Findings(NamedTuple):
 def verify(path: str | os.PathLike[str], *, data: bool = True, threads: int = 4) -> list[CheckpointProblem]:
     """Return all problems of a checkpoint; none if it is whole and its data are unchanged.
 
-    In a checkpoint sealed by :func:`~checkpoint_tools.seal`, every changed bit is found.
+    After :func:`~checkpoint_tools.seal`, ``verify`` with ``data`` finds every changed bit.
 
     Args:
-        path: its folder, or its fsspec URL.
-        data: read all data, and compare them with their CRC-32; otherwise only the metadata around them.
+        path: the checkpoint's folder, or its fsspec URL.
+        data: read all data, and compare them with their CRC-32; otherwise check only the bytes around large data.
         threads: number of files read at the same time.
 
     Raises:
-        CheckpointError: there is none, or its metadata cannot be read.
+        CheckpointError: there is no checkpoint at ``path``, or its metadata cannot be read.
     """
     check_choices("verify", data=data)
     _check_threads("verify", threads)
@@ -83,7 +83,7 @@ def _check_threads(function: str, threads: object) -> None:
 
 
 def check_whole(checkpoint: Checkpoint, threads: int) -> None:
-    """Check that nothing of the checkpoint is missing or inconsistent."""
+    """Raise if anything in the checkpoint is missing or inconsistent; contents above 64 KiB are not read."""
     problems = check_structure(checkpoint, threads).problems
     if problems:
         (where, text), more = problems[0], len(problems) - 1
@@ -140,9 +140,9 @@ def check_coverage(tensor: StoredTensor) -> Iterator[str]:
 def _check_length(entries: Sequence[Entry], found: int) -> tuple[list[str], bool]:
     """Compare a file's length with its items; return problems, and whether all items can be read."""
     needed = max(item.offset_bytes + item.length_bytes for _, item in entries)
-    texts = []  # with one, an item is misplaced, so the end is not known
-    # A tensor's empty chunks share an item with each other, and in old checkpoints with a chunk that is not empty.
-    ranges: dict[tuple[str, int, int], bool] = {}  # whether a chunk with elements is there
+    texts = []  # of misplaced items; if there are any, the file's right length is not known
+    # A tensor's empty chunks share one item; in old checkpoints, they share it with a chunk that is not empty.
+    ranges: dict[tuple[str, int, int], bool] = {}  # key and place of an item → whether its chunk has elements
     for key, item in entries:
         place = key, item.offset_bytes, item.length_bytes
         has_elements = isinstance(item, StoredChunk) and item.numel > 0
@@ -175,9 +175,9 @@ def check_items(
     finite: bool = False,
     progress: Progress = UNSEEN,
 ) -> list[CheckpointProblem]:
-    """Check that each item of ``files`` was written by ``torch.save``, with the right shape and dtype.
+    """Check that each item of ``files`` is what ``torch.save`` writes, with the right shape and dtype.
 
-    ``data``: check the CRC-32 too. ``finite``: check for infinity and NaN too, one block per thread at a time.
+    ``data``: also compare large contents with their CRC-32. ``finite``: also look for infinity and NaN, block by block.
     """
     reader, by_file = ItemReader(checkpoint), checkpoint.items_by_file()
 
@@ -212,7 +212,7 @@ def check_items(
 
 
 def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[CheckpointProblem]:
-    """Compare the items of ``files``, already checked, with the manifest."""
+    """Compare the places of all items with the manifest, and the CRC-32 of items of ``files``, already checked."""
     if checkpoint.manifest is None:
         return []
     problems = []
@@ -232,7 +232,7 @@ def check_manifest(checkpoint: Checkpoint, files: Sequence[str]) -> list[Checkpo
 
 
 def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
-    """Return notes on data without checksums, after the items have been checked."""
+    """Return notes on data without checksums; call it after the items have been checked."""
     items = [item for _, item in checkpoint.items() if item.file not in checkpoint.archives]
     bare = sum(isinstance(item, StoredChunk) and item.bare_dtype is not None for item in items)
     opened = [checkpoint.opened[item.place] for item in items if item.place in checkpoint.opened]
@@ -246,7 +246,7 @@ def notes_on_checksums(checkpoint: Checkpoint) -> list[str]:
 
 def _not_finite(values: Tensor) -> int:
     if values.numel() and values.itemsize > 1:
-        # One pass without a mask, about ten times as fast as isfinite: a NaN makes both extremes NaN.
+        # aminmax needs one pass and no mask, about ten times as fast as isfinite; a NaN makes both extremes NaN.
         extremes = torch.aminmax(torch.view_as_real(values) if values.is_complex() else values)
         if all(map(math.isfinite, extremes)):
             return 0
@@ -260,23 +260,23 @@ def _not_finite(values: Tensor) -> int:
 def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
     """Write the checksums of a finished checkpoint of DCP to ``.checksums`` in its folder.
 
-    ``verify`` with data then finds every changed bit, also in ``.metadata``, and files of another checkpoint that look
-    the same. Call it in one process, when the save has ended on all ranks::
+    ``verify`` with ``data`` then finds every changed bit, also in ``.metadata``, and files that belong to another
+    checkpoint with the same layout. Call ``seal`` in one process, when the save has ended on all ranks::
 
         dcp.save(state, checkpoint_id=path)
         if dist.get_rank() == 0:
             seal(path)
 
     Args:
-        path: its folder, or its fsspec URL.
+        path: the checkpoint's folder, or its fsspec URL.
         threads: number of files read at the same time.
 
     Returns:
         Notes on data without checksums, with reasons; usually none.
 
     Raises:
-        CheckpointError: no whole checkpoint of DCP, one that is sealed, or one that changes meanwhile.
-        OSError: its folder cannot be written to.
+        CheckpointError: the checkpoint is not whole, not of DCP, sealed already, or changed meanwhile.
+        OSError: the folder cannot be written to.
     """
     _check_threads("seal", threads)
     if is_safetensors(path):
@@ -292,7 +292,7 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
         )
     check_whole(checkpoint, threads)
     files: dict[str, set[Item]] = {}
-    for _key, item in checkpoint.items():  # noqa: PERF102  # no dict: a key has many items
+    for _key, item in checkpoint.items():  # noqa: PERF102  # items() is not a dict's: a key has many items
         around_crc = checkpoint.opened[item.place].around_crc
         files.setdefault(item.file, set()).add((item.offset_bytes, item.length_bytes, around_crc))
     if read_content(checkpoint.folder) != content:
@@ -300,7 +300,7 @@ def seal(path: str | os.PathLike[str], *, threads: int = 4) -> list[str]:
     made, folder = manifest_bytes(content, {file: list(items) for file, items in files.items()}), checkpoint.folder
     if isinstance(folder, RemoteFolder):
         folder.fs.pipe_file(f"{folder.root.rstrip('/')}/{MANIFEST_FILE}", made)
-    else:  # appears as a whole, or not at all
+    else:  # rename, so that the file appears as a whole or not at all
         unfinished = Path(folder.path) / f"{MANIFEST_FILE}.unfinished-{os.getpid()}"
         try:
             write_file(unfinished, made)

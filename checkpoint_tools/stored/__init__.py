@@ -1,1 +1,1 @@
-"""Stored checkpoints: opened, checked and read within bounds, without running their code."""
+"""Stored checkpoints: open, check and read them within memory bounds, and without running code that they contain."""

@@ -1,4 +1,4 @@
-"""Plain data: a checkpoint, its tensors and objects, and the items of files that hold them."""
+"""Plain data: a checkpoint, its tensors and objects, and their *items*, the byte ranges of files that store them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ from ..core.text import natural_order
 from .storage import Folder
 
 Path = tuple[str | int, ...]
-"""Keys and indices that lead to a value in the nested state dict."""
+"""Dict keys and list indices that lead to a value in the nested state dict."""
 
 
 class StoredChunk(NamedTuple):
-    """A rectangle of a tensor: bytes of a file by ``torch.save``, or with ``bare_dtype`` the elements alone."""
+    """A rectangle of a tensor, and its bytes in ``file``: as ``torch.save`` wrote them, or raw, of ``bare_dtype``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class StoredChunk(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor; its chunks are in the order of their offsets."""
+    """A tensor, and its chunks in the order of their offsets."""
 
     key: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class StoredTensor(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """Any other value: bytes of a file by ``torch.save``, or their copy ``content`` if the file has another form."""
+    """A value other than a tensor: bytes in a file, as ``torch.save`` wrote them, or such bytes in ``content``."""
 
     file: str
     offset_bytes: int
@@ -71,11 +71,11 @@ class StoredObject(NamedTuple):
 
 Stored = StoredChunk | StoredObject
 Entry = tuple[str, Stored]
-"""A key, and an item that is stored for it."""
+"""A key, and one item that is stored for it."""
 
 
 class Layout(NamedTuple):
-    """Dtype and shape as stored, and the place of the first element if all follow in row-major order."""
+    """Stored dtype and shape; ``start_bytes``: the first element's offset in the item, None if not row-major."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -83,16 +83,16 @@ class Layout(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Findings in an item that was opened and is whole."""
+    """Findings in an item that was opened and found to be whole."""
 
-    layout: Layout | None  # of a tensor; None if only torch.load can read it
-    contents: tuple[tuple[int, int, int], ...]  # start, stop and CRC-32 of contents not compared yet
+    layout: Layout | None  # of a tensor; None for objects, and for tensors that only torch.load can read
+    contents: tuple[tuple[int, int, int], ...]  # start, stop and CRC-32 of large contents that were not compared yet
     has_crcs: bool
-    around_crc: int  # CRC-32 of all but large contents; covers their CRC-32, so it identifies the item
+    around_crc: int  # CRC-32 of all but large contents, whose stored CRC-32 it covers; so it identifies the item
 
 
 Item = tuple[int, int, int]
-"""Offset and length of an item of a file, and the CRC-32 of the item without large contents."""
+"""Offset and length of an item in its file, and its ``around_crc``: the CRC-32 of all but large contents."""
 
 
 class CheckpointProblem(NamedTuple):
@@ -112,16 +112,16 @@ class Checkpoint:
     objects: Mapping[str, StoredObject]
     paths: Mapping[str, Path]  # key → where the value was in the nested state dict, if the planner recorded it
     problems: tuple[CheckpointProblem, ...]  # contradictions in the metadata; such chunks are left out
-    own_files: tuple[str, ...] | None  # that have no data; None for a single file of safetensors
+    own_files: tuple[str, ...] | None  # metadata, indices, files of ranks: no sidecars; None: one file of safetensors
     version: str | None = None  # of DCP's format; None before torch 2.6
-    sidecars: tuple[str, ...] = ()  # other files that belong to it, once it was found to be whole
-    key_prefix: str = ""  # of the model's keys here; its safetensors lack it
-    model_keys: frozenset[str] = frozenset()  # keys of tensors in safetensors of a model
+    sidecars: tuple[str, ...] = ()  # other files that belong to the checkpoint; listed by ``rewrite.whole``
+    key_prefix: str = ""  # of the model's keys here, which have no prefix in safetensors
+    model_keys: frozenset[str] = frozenset()  # keys of the model's tensors in safetensors or in files of ranks
     notes: tuple[str, ...] = ()  # for people: facts that the files do not tell
-    manifest: Mapping[str, tuple[Item, ...]] | None = None  # file → its items, if sealed (perhaps with other metadata)
+    manifest: Mapping[str, tuple[Item, ...]] | None = None  # file → its items, if sealed; .metadata may be newer
     archives: frozenset[str] = frozenset()  # files of torch.save whose checksums were compared
-    refusal: str = ""  # why it cannot be rewritten, or empty
-    # By file, offset and length: the items that have been opened already.
+    refusal: str = ""  # why the checkpoint cannot be rewritten, or empty
+    # Items that have been opened already, by file, offset and length.
     opened: dict[tuple[str, int, int], Opened] = field(default_factory=dict, repr=False, compare=False)
 
     def items(self) -> Iterator[Entry]:
@@ -132,7 +132,7 @@ class Checkpoint:
         yield from self.objects.items()
 
     def items_by_file(self) -> dict[str, list[Entry]]:
-        """Group the items by file: files in natural order, items in the order of their bytes."""
+        """Group the items by file: files in natural order, items by their offset in the file."""
         by_file: dict[str, list[Entry]] = {}
         for key, item in self.items():
             by_file.setdefault(item.file, []).append((key, item))

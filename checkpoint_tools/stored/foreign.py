@@ -1,4 +1,4 @@
-"""Folders without metadata of DCP: who wrote them, by the names in them, and which subfolder or command works."""
+"""Recognize folders without DCP metadata by their file names: say who wrote them, and which path or command to use."""
 
 import os
 import re
@@ -9,26 +9,26 @@ from importlib import resources
 from ..core.text import natural_order, some_of
 from .storage import TORCH_SUFFIXES, Folder, open_folder
 
-_MOST_FOLDERS = 200  # to list: behind a URL, each takes a request
+_MOST_FOLDERS = 200  # limit of folders to list: behind a URL, each takes a request
 
 
 _TABLES = tomllib.loads(resources.files(__package__).joinpath("kinds.toml").read_text())
 _KINDS: list[dict[str, str]] = _TABLES["kind"]
 
 DATA = re.compile(_TABLES["data"], re.VERBOSE)
-"""Names of data and of files that fit only them, of this checkpoint or of another one."""
+"""Names of files with data, and of files that fit certain data only (indices, locks); they are never copied along."""
 
 _STATE = re.compile(r"optimizer\.(pt|bin)|optimizer(_\d+)?/|recipe_state/|global_step\d+/")
 """Names of the optimizer's state that Trainer, accelerate, torchtune and DeepSpeed write next to weights."""
 
 
 def state_files(names: Iterable[str]) -> list[str]:
-    """List files and subfolders with an optimizer's state in a folder of weights."""
+    """List those names in a folder of weights that are files or subfolders with an optimizer's state."""
     return list(filter(_STATE.fullmatch, names))
 
 
 def works_for_state(folder: Folder, name: str) -> str:
-    """Return a sentence on how to convert a file or a subfolder with an optimizer's state."""
+    """Return a sentence on how to convert the optimizer's state in the file or subfolder ``name``."""
     path = f"{folder.path.rstrip('/')}/{name.rstrip('/')}"
     if name.endswith("/"):
         return described(open_folder(path)) or f"{path} is a checkpoint of its own"
@@ -37,7 +37,7 @@ def works_for_state(folder: Folder, name: str) -> str:
 
 
 def described(folder: Folder) -> str | None:
-    """Return what a path without DCP or safetensors is, and what works for it; None if that is not known."""
+    """Say what a path without DCP or safetensors is, and which command works for it; None if the kind is unknown."""
     path = folder.path.rstrip("/")
     try:
         names = folder.files()
@@ -70,7 +70,7 @@ def _told(path: str, kind: dict[str, str]) -> str:
 
 
 def _inside(folder: Folder) -> Iterator[tuple[str, dict[str, str] | None]]:
-    """Yield subfolders, up to two levels below, that are checkpoints, or known kinds of others."""
+    """Yield subfolders, up to two levels deep: (name, None) of checkpoints, (name, kind) of known other formats."""
     level, room = [("", folder.files())], _MOST_FOLDERS
     for _ in range(2):
         below = [f"{lead}{name}" for lead, names in level for name in names if name.endswith("/")][:room]

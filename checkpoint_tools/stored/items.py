@@ -1,9 +1,9 @@
 """Read items: ranges of a file that ``torch.save`` wrote, or the bare elements of a tensor.
 
 The zip file of ``torch.save`` has a small pickle that describes the tensor, and the tensor's memory, uncompressed.
-Usually that memory is the elements in row-major order: they are read in place, in the mapped file, and compared with
-their CRC-32 before they are returned. Items follow each other without gaps, so elements are not aligned, and are
-handled as bytes. Other tensors (strided, of another byte order) are read by ``torch.load``.
+Usually the memory holds the elements in row-major order. Then the elements are read in place, in the mapped file, after
+a comparison with their CRC-32. They are handled as bytes, since items follow each other without gaps, so that elements
+are not aligned. Other tensors (strided, or of another byte order) are read by ``torch.load``.
 """
 
 import bisect
@@ -38,18 +38,18 @@ crc32: Callable[..., int] = _crc32
 
 _SMALL_BYTES = 64 << 10  # contents up to this size are compared when an item is opened
 _PICKLE = "data.pkl"
-_MOST_KNOWN = 1024  # beginnings of items, and indices of chunks
+_MOST_KNOWN = 1024  # limit of cached beginnings of items, and of cached indices of chunks
 
 
 class DamagedError(Exception):
-    """Bytes that ``torch.save`` does not write; the message says why."""
+    """Raised for bytes that ``torch.save`` does not write; the message says why."""
 
 
 # The zip file of an item ---------------------------------------------------------------------------------------------
 
 
 class _View(io.RawIOBase):
-    """Memory as a file, without a copy."""
+    """Read-only file over memory, without a copy."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -67,7 +67,7 @@ class _View(io.RawIOBase):
 
 
 class _Record(NamedTuple):
-    """A file in the zip file; its content is from ``start`` to ``stop``."""
+    """A file in the zip file, whose content lies from ``start`` to ``stop`` in the item."""
 
     name: str
     info: zipfile.ZipInfo
@@ -76,7 +76,7 @@ class _Record(NamedTuple):
 
 
 class Archive:
-    """The zip file that ``torch.save`` made, with its directory compared with the headers."""
+    """A zip file that ``torch.save`` made; its directory has been compared with the headers of its records."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -109,11 +109,11 @@ class Archive:
             raise DamagedError(f"it is no zip file: {shortened(str(error))}") from error
         if len(self.records) < len(infos) or _PICKLE not in self.records:
             raise DamagedError(f"it has two records of one name, or no {_PICKLE}")
-        # torch.serialization.set_crc32_options(False) leaves zeros.
+        # After torch.serialization.set_crc32_options(False), all CRC-32 are zero.
         self.has_crcs = any(record.info.CRC for record in self.records.values())
 
     def read(self, record: _Record) -> memoryview:
-        """Return a record's content, compared with its CRC-32."""
+        """Return a record's content, after a comparison with its CRC-32."""
         content = self._view[record.start : record.stop]
         if self.has_crcs and crc32(content) != record.info.CRC:
             text = f"the content of its record {record.name} has another CRC-32: its bytes have changed"
@@ -121,7 +121,7 @@ class Archive:
         return content
 
     def pickled(self) -> bytes:
-        """Return the pickle, without the bytes of tensors."""
+        """Return the pickle, in which tensors refer to other records."""
         return bytes(self.read(self.records[_PICKLE]))
 
     def read_all(self) -> None:
@@ -131,7 +131,7 @@ class Archive:
 
 
 def is_zip_end(content: memoryview | bytes) -> bool:
-    """Tell whether bytes end with a zip file's last record."""
+    """Tell whether ``content`` ends with the last record of a zip file."""
     return bytes(content[-22:-18]) == b"PK\5\6"
 
 
@@ -144,10 +144,10 @@ def plain_pickle(content: bytes) -> Any:
 
 
 def plain_load(archive: Archive, file: Any, what: str, max_bytes: int, *, mmap: bool = False) -> Any:
-    """Load a file of ``torch.save`` whose checksums are right, unless its pickle would harm this process.
+    """Load a file of ``torch.save`` after a check of its checksums, unless its pickle would harm this process.
 
-    Raise a CheckpointError that names ``what`` if it has more than tensors and plain values, or more than its file
-    has: lists that contain each other, or an element repeated to more than ``max_bytes``.
+    Raise a CheckpointError that names ``what`` if the file has anything but tensors and plain values, too many values
+    (lists that repeat each other), or a tensor that expands a small storage to more than ``max_bytes``.
     """
     archive.read_all()
     plain_pickle(archive.pickled())
@@ -175,10 +175,10 @@ def plain_load(archive: Archive, file: Any, what: str, max_bytes: int, *, mmap: 
 
 # The pickle of a tensor ----------------------------------------------------------------------------------------------
 
-_STORAGE_DTYPES = {  # without quantized ones, which only torch.load reads
+_STORAGE_DTYPES = {  # without quantized dtypes, which only torch.load reads
     name: dtype for name, dtype in torch.storage._storage_type_to_dtype_map().items() if not name.startswith("Q")
 }
-"""By class of storage in pickles of ``torch.save``; storages of other dtypes count bytes."""
+"""Name of a storage class in pickles of ``torch.save`` → dtype; storages of other dtypes are counted in bytes."""
 
 TENSOR_NAMES = {**allowed("tensor"), "torch": {*allowed("tensor")["torch"], *_STORAGE_DTYPES}}
 """Names in the pickles of ``torch.save`` that stand for tensors."""
@@ -217,7 +217,7 @@ def tensor_of(pickled: Any) -> _Tensor | None:
 
 @functools.lru_cache(256)
 def _tensor_in(content: bytes) -> _Tensor | None:
-    """Read the tensor of a ``data.pkl``; cached, since those of all layers are equal."""
+    """Read the tensor of a ``data.pkl``; cached, since all layers have equal pickles."""
     try:
         return tensor_of(unpickle(content, TENSOR_NAMES))
     except ForbiddenNameError:
@@ -229,7 +229,7 @@ def _tensor_in(content: bytes) -> _Tensor | None:
 
 
 def layout_of(archive: Archive, tensor: _Tensor) -> Layout:
-    """Find a tensor in its record."""
+    """Return where and how a tensor's elements lie in the item."""
     record = archive.records.get(tensor.record)
     if record is None:
         raise DamagedError(f"it has no {tensor.record}")
@@ -237,7 +237,7 @@ def layout_of(archive: Archive, tensor: _Tensor) -> Layout:
         sizes = f"{record.info.file_size} bytes where {tensor.storage_bytes} are expected"
         raise DamagedError(f"its record {record.name} has {sizes}")
     first = tensor.offset * tensor.dtype.itemsize
-    if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:  # also an expanded tensor
+    if first + math.prod(tensor.shape) * tensor.dtype.itemsize > tensor.storage_bytes:  # an expanded tensor, too
         raise DamagedError(f"its record {record.name} is smaller than the tensor in it")
     order = archive.records.get("byteorder")  # torch writes it since 2.1
     is_ours = order is None or bytes(archive.read(order)) == sys.byteorder.encode()
@@ -250,7 +250,7 @@ def layout_of(archive: Archive, tensor: _Tensor) -> Layout:
 
 
 class ItemReader:
-    """Reads one checkpoint, from any thread. Raises for items that are not stored row by row and exceed a limit."""
+    """Reads one checkpoint, from any thread. Raises for items above ``max_whole_bytes`` that are not row-major."""
 
     def __init__(self, checkpoint: Checkpoint, max_whole_bytes: int | None = None) -> None:
         self._checkpoint = checkpoint
@@ -271,7 +271,7 @@ class ItemReader:
             ) from error
 
     def check(self, item: Stored, *, data: bool = False) -> Layout | None:
-        """Check that an item is a whole file of ``torch.save``; with ``data``, compare the CRC-32 of large contents.
+        """Check that an item is a whole file of ``torch.save``; with ``data``, compare large contents' CRC-32 too.
 
         Return the layout of a tensor; ``None`` if only ``torch.load`` can read it.
         """
@@ -281,9 +281,9 @@ class ItemReader:
         return self._compared_layout(item, view) if data else self._opened(item, view).layout
 
     def bits(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-        """Return the bytes of a chunk's elements in row-major order, one row per element; do not write them.
+        """Return the bytes of a chunk's elements in row-major order, one row per element; do not write to them.
 
-        They are compared with their CRC-32, and not copied unless only ``torch.load`` can read them.
+        The bytes have been compared with their CRC-32. They are a copy only if ``torch.load`` had to read the item.
         """
         view, nbytes = self.view(chunk), chunk.numel * dtype.itemsize
         layout = self._known_layout(chunk, dtype, view) if chunk.bare_dtype is None else self.check(chunk)
@@ -308,13 +308,13 @@ class ItemReader:
         return flat.view(chunk.numel, dtype.itemsize)
 
     def read_region(self, tensor: StoredTensor, region: TensorRegion) -> Tensor:
-        """Read the elements of a rectangle from all chunks that it meets."""
+        """Read the elements of a rectangle from all chunks that intersect it."""
         bits = torch.empty(*region.sizes, tensor.dtype.itemsize, dtype=torch.uint8)
         self.read_into(bits, tensor, region)
         return typed(bits, tensor.dtype)
 
     def read_into(self, bits: Tensor, tensor: StoredTensor, region: TensorRegion) -> None:
-        """Read a rectangle into memory for the bytes of its elements, in any order."""
+        """Read a rectangle into ``bits``: uint8 of shape ``(*region.sizes, itemsize)``, with any strides."""
         index = self._indices.get(tensor.key)
         if index is None:
             if len(self._indices) >= _MOST_KNOWN:
@@ -365,12 +365,12 @@ class ItemReader:
                     f"bytes {begin} to {end} of {self._file(item)} are damaged: their CRC-32 is not the one that was "
                     "written with them; fetch the file again, or use another checkpoint"
                 )
-        if opened.contents:  # compare them only once
+        if opened.contents:  # compare large contents only once
             self._checkpoint.opened[item.place] = opened._replace(contents=())
         return opened.layout
 
     def _known_layout(self, chunk: StoredChunk, dtype: torch.dtype, view: memoryview) -> Layout | None:
-        # Small tensors of one shape begin with the same bytes, and the CRC-32 follows the elements.
+        # Fast path: small items of one shape have the same bytes before the elements; behind these is their CRC-32.
         shape = chunk.sizes, dtype, chunk.length_bytes
         head, stop = self._heads.get(shape, (b"", 0))
         if head and view[: len(head)] == head:
@@ -400,7 +400,7 @@ class ItemReader:
 
 
 class _Index:
-    """Finds the chunks of a tensor that meet a rectangle; fast if they divide rows."""
+    """Finds the chunks of a tensor that intersect a rectangle; fast if chunks divide dimension 0."""
 
     def __init__(self, chunks: Iterable[StoredChunk]) -> None:
         self._chunks = sorted((each for each in chunks if each.numel), key=lambda each: each.offsets)
@@ -418,7 +418,7 @@ class _Index:
 
 
 def typed(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the elements whose bytes are the last dimension of ``bits``."""
+    """View ``bits`` as elements; its last dimension has the bytes of one element."""
     *sizes, _ = bits.shape
     return bits.view(-1).view(dtype).view(sizes) if bits.numel() else torch.empty(sizes, dtype=dtype)
 

@@ -1,15 +1,15 @@
-"""The file ``.metadata`` of ``torch.distributed.checkpoint``, read without running what it names, and its manifest.
+"""Read ``.metadata`` of ``torch.distributed.checkpoint``, without running code that it names, and the manifest.
 
 ::
 
-    .metadata ──unpickle──▶ records ──checked──▶ Checkpoint, and the problems in which they contradict each other
+    .metadata ──unpickle──▶ records ──checked──▶ Checkpoint, and problems: contradictions between the records
 
     .checksums    {"format": ..., "sha256": of the next line}
                   {"metadata": {"nbytes": ..., "sha256": ...},
                    "files": {"__0_0.distcp": [[offset, length, CRC-32 of all but large contents], ...]}}
 
-The directory of an item has the CRC-32 of all its contents, which ``torch.save`` took from memory. So the manifest
-covers every byte of the checkpoint, and large contents need not be read again to write it.
+The zip directory in each item has the CRC-32 of all contents, which ``torch.save`` computed in memory. So the manifest
+covers every byte of the checkpoint, and large contents need not be read to write it.
 """
 
 import functools
@@ -40,7 +40,7 @@ _MAX_BYTES = 4 << 30
 
 
 def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> bytes:
-    """Return the content of ``.checksums`` for a ``.metadata`` with this content."""
+    """Return the content of ``.checksums``; ``metadata``: the content of ``.metadata``."""
     found = {"nbytes": len(metadata), "sha256": hashlib.sha256(metadata).hexdigest()}
     body = json.dumps({"metadata": found, "files": {file: sorted(items) for file, items in sorted(files.items())}})
     head = json.dumps({"format": _FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()})
@@ -48,7 +48,7 @@ def manifest_bytes(metadata: bytes, files: Mapping[str, Sequence[Item]]) -> byte
 
 
 def _read_manifest(folder: Folder) -> tuple[Mapping[str, tuple[Item, ...]] | None, str | None]:
-    """Read the manifest of checksums, if any; return it with a problem of the manifest or the metadata."""
+    """Return the manifest, None without one, and a problem, if it is damaged or does not fit ``.metadata``."""
     try:
         head, _, body = read_file(folder, MANIFEST_FILE, _MAX_BYTES).partition(b"\n")
     except FileNotFoundError:
@@ -89,7 +89,7 @@ _MAX_DEPTH = 256  # of a nested state dict
 def open_dcp(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the metadata of the checkpoint in a local folder or at an fsspec URL."""
     folder, was_enabled = open_folder(path), gc.isenabled()
-    gc.disable()  # a collection would visit millions of new objects, all alive
+    gc.disable()  # a collection would visit millions of new objects in vain: all are in use
     try:
         checkpoint = _Reading(folder.path, _unpickled(folder)).checkpoint(folder)
     except CheckpointError:
@@ -145,14 +145,14 @@ def _damage(folder: Folder, what: str) -> CheckpointError:
 
 
 _Where = tuple[str, tuple[int, ...] | None]
-"""The key of an item, and the offsets of a chunk."""
+"""Key of an item, and its offsets in the tensor; None for an object."""
 
 _Place = tuple[str, int, int]
-"""File, offset, length."""
+"""File, and offset and length in bytes."""
 
 
 class _Reading:
-    """Reads the records, and notes problems."""
+    """Turns the records of ``.metadata`` into a :class:`Checkpoint`, and collects contradictions as problems."""
 
     def __init__(self, path: str, metadata: dict[str, Any]) -> None:
         self.path = path
@@ -188,7 +188,7 @@ class _Reading:
             self._note(key, f"{what}, but the metadata do not say what they are")
         self.problems.sort()
         paths = _planner_paths(self.metadata.get("planner_data"), set(entries))
-        for key, path in paths.items():  # the path has its own copy of the name
+        for key, path in paths.items():  # a damaged name shows: key and path are stored separately
             if (flat := ".".join(map(str, path))) != key:
                 what = f"was saved as {shortened(flat)}, by its path in the state dict"
                 self._note(key, f"{what}; one of the two names is damaged")
@@ -210,7 +210,7 @@ class _Reading:
         place = file, _count(info.get("offset")), _count(info.get("length"))
         where = _text(index.get("fqn")), None if offset is None else _counts(offset)
         if wrong := misnamed(file):
-            self.used.add(where)  # reported here, without other problems
+            self.used.add(where)  # report this problem only
             self._note(where[0], f"its data would be in {shortened(file)!r}, {wrong}")
         elif where in self.places:
             self._note(where[0], f"its data at {where[1]} are in two places")
@@ -221,7 +221,7 @@ class _Reading:
         shape, chunks, stored = _counts(entry.get("size")), [], entry.get("chunks")
         if math.prod(shape) > MAX_INT64:
             raise ValueError(f"{shortened(key)} would have more elements than can be counted")
-        properties = _state(entry.get("properties"), "TensorProperties")  # attributes in torch before 2.3
+        properties = _state(entry.get("properties"), "TensorProperties")  # a dict in torch before 2.3
         dtype = properties.get("dtype") if isinstance(properties, dict) else (properties or (None,))[0]
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"a dtype is a {type(dtype).__name__}")
@@ -245,7 +245,7 @@ class _Reading:
         return place
 
 
-# Foreign values: none is printed or unpacked before it is known to be small.
+# Values from a file: check that a value is small before printing or unpacking it.
 
 
 def _name_of(value: object) -> str:
@@ -289,7 +289,7 @@ def _counts(values: object) -> tuple[int, ...]:
 
 @functools.lru_cache
 def misnamed(file: str) -> str:
-    """Return the problem of a file's name, or an empty text."""
+    """Say what is wrong with a file's name; return an empty text if nothing is."""
     parts = file.replace("\\", "/").split("/")
     if not file or ".." in parts or parts[0] == "" or ":" in parts[0]:
         return "outside of the checkpoint"

@@ -1,13 +1,13 @@
-"""Files of verl and SkyRL, one per rank of FSDP, written with ``torch.save``, as one checkpoint.
+"""Read files of verl and SkyRL, one ``torch.save`` file per rank of FSDP, as one checkpoint.
 
 ::
 
-    model_world_size_2_rank_{0,1}.pt ──unpickle──▶ DTensor, ShardedTensor: whose rectangle is where ──┐
+    model_world_size_2_rank_{0,1}.pt ──unpickle──▶ DTensor, ShardedTensor: rectangles of each rank ───┐
     optim_world_size_2_rank_{0,1}.pt ──unpickle──▶ the same by number ──names──▶ by FQN ──────────────┴▶ Checkpoint
 
-Nothing that a pickle names is run. Placements, meshes and shapes of all ranks must agree, and copies of a value are
-compared bit by bit. A chunk is a range of a file. Until they are joined, tensors on the meta device stand for those of
-a rank; ``chunks`` is the rank's part, and ``position`` the number of its shard.
+Nothing that a pickle names is run. Placements and mesh give each rank's rectangles. Shapes and dtypes of all ranks must
+be equal, and copies of a value are compared bit by bit. Until ranks are joined, a *placeholder* on the meta device
+stands for a rank's tensor: ``chunks`` are ranges of the rank's file; ``position`` is the shard's number, or None.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ _SHARDED = allowed("sharded")
 
 
 def is_rank_files(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there is a file for each rank, and no DCP checkpoint."""
+    """Tell whether a folder has files of FSDP ranks, and no metadata of DCP."""
     return any(map(_FILE.fullmatch, files_without_metadata(path)))
 
 
 def open_rank_files(path: str | os.PathLike[str], names: Sequence[Any] | None = None) -> Checkpoint:
-    """Read the files of all ranks. ``names``: of the parameters of the optimizer's numbers, if given."""
+    """Read the files of all ranks. ``names``: of ``--names``, the parameters that the optimizer numbers."""
     folder = open_folder(path)
     there = {match[0]: match for name in folder.files() if (match := _FILE.fullmatch(name))}
     if len(worlds := {int(match[2]) for match in there.values()}) != 1:
@@ -62,14 +62,14 @@ def open_rank_files(path: str | os.PathLike[str], names: Sequence[Any] | None = 
     if not optim:
         empty = replace(empty, notes=("there are no files of an optimizer's state",))
     with told(f"the state in {folder.path}"):
-        if optim and any(optim[0]):  # SkyRL writes empty ones without an optimizer
+        if optim and any(optim[0]):  # without an optimizer, SkyRL writes empty state dicts
             by_fqn = _Optimizer(folder, model, optim[0]).by_fqn(names)
             trees = [{**tree, "optimizer": state} for tree, state in zip(trees, by_fqn, strict=True)]
         return _with(replace(empty, key_prefix="model."), trees, [*itertools.chain(*files)])
 
 
 def with_optimizer(checkpoint: Checkpoint, file: str, names: Sequence[Any]) -> Checkpoint:
-    """Add the state of Trainer, by number in a file of ``torch.save``, to the model's safetensors."""
+    """Add Trainer's optimizer state, a ``torch.save`` file by parameter number, to a checkpoint of safetensors."""
     prefix, keys = checkpoint.key_prefix, [key for key in checkpoint.tensors if key in checkpoint.model_keys]
     weights = {key.removeprefix(prefix): _placeholder(checkpoint.tensors[key].shape, None, ()) for key in keys}
     where, state = f"{checkpoint.path}/{file}", _read(checkpoint.folder, 0, file)
@@ -79,7 +79,7 @@ def with_optimizer(checkpoint: Checkpoint, file: str, names: Sequence[Any]) -> C
 
 
 def _with(checkpoint: Checkpoint, trees: Sequence[dict[str, Any]], files: Sequence[str]) -> Checkpoint:
-    """Add the state dicts of all ranks."""
+    """Return the checkpoint with the joined state dicts of all ranks added to it."""
     by_path = [dict(flattened(tree)) for tree in trees]
     at = {".".join(map(str, path)): path for each in by_path for path in each}
     if len(at) < len({path for each in by_path for path in each}):
@@ -106,7 +106,7 @@ def _with(checkpoint: Checkpoint, trees: Sequence[dict[str, Any]], files: Sequen
 
 
 def _joined(folder: Folder, key: str, of_ranks: Mapping[int, Any], file: str) -> StoredTensor | StoredObject:
-    """Join the parts of a value on all ranks. Whether they cover a tensor is checked later, as for all checkpoints."""
+    """Join the parts that all ranks have of a value. ``check_coverage`` checks later that they cover the tensor."""
     (first_rank, first), *others = of_ranks.items()
     known = {chunk[:2]: (first_rank, chunk) for chunk in getattr(first, "chunks", ())}
     for rank, own in others:
@@ -127,7 +127,7 @@ def _joined(folder: Folder, key: str, of_ranks: Mapping[int, Any], file: str) ->
 
 @contextlib.contextmanager
 def told(where: str) -> Iterator[None]:
-    """Turn all exceptions of unexpected bytes into one error about ``where``."""
+    """Turn any exception that unexpected bytes cause into a CheckpointError about ``where``."""
     try:
         yield
     except Exception as error:
@@ -145,7 +145,7 @@ def _read(folder: Folder, rank: int, name: str) -> dict[str, Any]:
 
 
 class Reading:
-    """Reads one file of a state dict, whose pickle may ask for tensors and ``names``."""
+    """Reads one file of a state dict, whose pickle may name nothing but tensors and ``names``."""
 
     def __init__(self, folder: Folder, file: str, names: Mapping[str, Set[str]], rank: int = 0) -> None:
         self.file, self.rank, self.archive = file, rank, Archive(folder.view(file, 0, folder.size_bytes(file)))
@@ -158,7 +158,7 @@ class Reading:
             raise DamagedError(f"it is no state dict, or has more than {MAX_VALUES:,} values")
 
     def plain(self, value: Any) -> Any:
-        """Return plain values, with a placeholder for each tensor."""
+        """Return ``value`` with a placeholder for each tensor; raise if it has more than tensors and plain values."""
         if isinstance(value, dict):
             return {key: self.plain(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -173,7 +173,7 @@ class Reading:
         return _placeholder(chunk.sizes, chunk.bare_dtype, (chunk,))
 
     def _local(self, value: Any) -> StoredChunk:
-        """Return the chunk of a whole tensor in this file."""
+        """Return a tensor's range in this file as a chunk, at offsets 0."""
         if (tensor := tensor_of(value)) is None:
             raise DamagedError(f"a {getattr(value, 'name', type(value).__name__)} where a tensor is expected")
         start = layout_of(self.archive, tensor).start_bytes
@@ -195,7 +195,7 @@ class Reading:
         shape, _, dtype = spec["tensor_meta"].arguments
         offsets, sizes, position = [0] * len(_counts(shape)), [*shape], None
         for (at, ranks), placement in zip(self._coordinates(spec["mesh"].state), spec["placements"], strict=True):
-            if placement.name == "Shard":  # divided as by torch.chunk
+            if placement.name == "Shard":  # the cuts of torch.chunk
                 dim, position = placement.state["dim"], (position or 0) * ranks + at
                 rows = -(-sizes[dim] // ranks)
                 start = min(at * rows, sizes[dim])
@@ -223,7 +223,7 @@ class Reading:
         return [(index, size) for index, (size, _) in zip(at, axes, strict=True)]
 
     def _of_shards(self, shards: Sequence[Any], metadata: Any, group: Any) -> Any:
-        """Read a ShardedTensor, of which a rank may have no shard."""
+        """Return the placeholder of a ShardedTensor, of which this rank may have no shard."""
         shape, dtype = metadata.state["size"], metadata.state["tensor_properties"].state[0]
         if group.state["global_rank"] != self.rank:
             raise DamagedError(f"it is of rank {group.state['global_rank']}, and not of {self.rank}")
@@ -241,12 +241,12 @@ def _placeholder(shape: Any, dtype: Any, chunks: tuple[StoredChunk, ...], positi
 
 
 def _slots(state: Any) -> dict[str, Any]:
-    """Return the attributes of an object, with or without slots."""
+    """Return the attributes in a pickled object's state, which is a tuple of dicts if its class has slots."""
     return {name: v for each in (state if isinstance(state, tuple) else (state,)) for name, v in (each or {}).items()}
 
 
 def _counts(values: Any) -> Shape:
-    """Return sizes, offsets or places in a mesh, or one of them, as a tuple."""
+    """Return sizes, offsets or places in a mesh (one number, or several) as a tuple."""
     counts = tuple(values) if isinstance(values, tuple | list) else (values,)
     if not all(map(is_count, counts)):
         raise DamagedError("a size, an offset or a place in a mesh is no number")
@@ -255,11 +255,11 @@ def _counts(values: Any) -> Shape:
 
 # The optimizer's numbers ----------------------------------------------------------------------------------------------
 
-# Param groups have some of model.named_parameters(), in that order. So names are known if there is only one way to deal
-# them out to the groups, in order and by shape. The remaining ones are frozen or tied.
+# Each param group lists some of model.named_parameters(), in order. So numbers can be named if there is only one way to
+# deal out the names to the groups, in order and with fitting shapes. Names that are left are of frozen or tied weights.
 
-Need = frozenset[Shape] | int | None  # shapes or number of elements of a parameter's state; None: no state
-_MOST_WAYS = 20_000  # followed at the same time
+Need = frozenset[Shape] | int | None  # shapes, or number of elements, that a parameter's state has; None: no state
+_MOST_WAYS = 20_000  # limit of partial ways that are followed at the same time
 
 _HOW = (
     "give --names FILE, a JSON list of the names of the optimizer's parameters in its order, which has no frozen ones "
@@ -268,7 +268,7 @@ _HOW = (
 
 
 def read_names(file: Path | None) -> list[Any] | None:
-    """Read the file of ``--names``: names, or lists of names."""
+    """Read the file of ``--names``: a list of names, or of lists of names; None without a file."""
     try:
         found = json.loads(file.read_text()) if file else None
         flat = [name for each in found or () for name in (each if isinstance(each, list) else [each])]
@@ -280,9 +280,9 @@ def read_names(file: Path | None) -> list[Any] | None:
 
 
 def _ways(groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape]) -> tuple[int, list[list[str]]]:
-    """Count the ways to deal out the names in order, up to two, and return one of them."""
+    """Deal out the names to the groups in order; return the number of ways, two for more, and one of the ways."""
     spare, ends = len(shapes) - sum(map(len, groups)), tuple(map(len, groups))
-    live: dict[Shape, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # names per group → ways, the last one
+    live: dict[Shape, tuple[int, Any]] = {(0,) * len(groups): (1, None)}  # names per group → ways, one of them
     for done, (name, shape) in enumerate(shapes.items()):
         following: dict[Shape, tuple[int, Any]] = {}
         for at, (count, chosen) in live.items():
@@ -305,7 +305,7 @@ def _ways(groups: Sequence[Sequence[Need]], shapes: Mapping[str, Shape]) -> tupl
 
 
 class _Optimizer:
-    """Names the state of all ranks."""
+    """Gives names to the numbered optimizer state of all ranks."""
 
     def __init__(self, folder: Folder, model: Sequence[Any], states: Sequence[Any], where: str = "") -> None:
         self.folder, self.where, self.states = folder, where or folder.path, states
@@ -321,10 +321,10 @@ class _Optimizer:
         found = [value for by_rank in self.held.values() for own in by_rank for value in own if value.shape]
         self.is_flat = bool(self.sharded and found) and all(v.position is None and v.dim() == 1 for v in found)
         self.positions = [max((v.position or 0 for v in _tensors(each).values()), default=0) for each in model]
-        self.begins = dict.fromkeys(self.shapes, 0)  # offsets of parameters in flat ones
+        self.begins = dict.fromkeys(self.shapes, 0)  # name → where the parameter begins in its flat parameter
 
     def by_fqn(self, names: Sequence[Any] | None) -> list[Any]:
-        """Return each rank's state dict, by the FQN of each parameter."""
+        """Return the state dict of each rank, with FQNs in place of numbers."""
         shapes = {n: frozenset(tuple(v.shape) for own in held for v in own) or None for n, held in self.held.items()}
         units = self._flat_units(names) if self.is_flat else self._units(names, shapes)
         renamed = []
@@ -337,7 +337,7 @@ class _Optimizer:
         return renamed
 
     def _units(self, names: Sequence[Any] | None, needs: Mapping[Any, Need]) -> dict[Any, list[str]]:
-        """Return the names of each number, dealt out to the groups; ``names``: the user's, with or without groups."""
+        """Map each number to its one name, by ``_ways``; ``names``: the user's, as one list or as a list per group."""
         groups = [[needs[n] for n in group] for group in self.groups]
         lists = [each if isinstance(each, list) else [each] for each in names or ()]
         flat = [name for each in lists for name in each]
@@ -360,7 +360,7 @@ class _Optimizer:
         return dict(zip(self.numbers, ([name] for each in found for name in each), strict=True))
 
     def _flat_units(self, names: Sequence[Any] | None) -> dict[Any, list[str]]:
-        """Return the names of each number of FSDP1: one parameter, or all of a module in order."""
+        """Map each number of FSDP1 to names: one parameter (use_orig_params), or a module's parameters in order."""
         self.numels = {number: [0] * (max(self.positions) + 1) for number in self.numbers}
         for number, held in self.held.items():
             for position, own in zip(self.positions, held, strict=True):
@@ -382,14 +382,14 @@ class _Optimizer:
         return dict(zip(self.numbers, fitting[0], strict=True))
 
     def _modules(self, order: Sequence[Any]) -> list[list[str]]:
-        """Divide names by layer, first those outside of layers; lists of names stay."""
+        """Group names by layer, names outside of layers first; return lists of names as they are."""
         modules: dict[str, list[str]] = {"": []}
         for name in order if isinstance(order[0], str) else ():
             modules.setdefault((*re.findall(r"^(?:[^.\d][^.]*\.)+\d+\.", name), "")[0], []).append(name)
         return [each for each in modules.values() if each] or [*order]
 
     def _without_tied(self) -> list[str]:
-        """List the weights without tied matrices, which have the bits of an earlier one."""
+        """List the weights; leave out tied matrices: those with shape and CRC-32 of an earlier one."""
         known: dict[Any, str] = {}
         for name, value in self.sharded.items():
             crcs = [crc32(self.folder.view(*chunk.place)) for chunk in value.chunks]
@@ -397,7 +397,7 @@ class _Optimizer:
         return [*known.values()]
 
     def _cut(self, rank: int, number: Any, names: Sequence[str], entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a rank's state of each parameter of a number, as rectangles."""
+        """Cut a rank's flat state of ``number`` into rectangles of its parameters ``names``; return state by name."""
         position, found = self.positions[rank], {name: {**entries} for name in names}
         first, numel = sum(self.numels[number][:position]), self.numels[number][position]
         for name, (entry, value) in itertools.product(names, _tensors(entries).items()):

@@ -1,13 +1,13 @@
-"""A folder of safetensors, or one file, as a checkpoint like those of DCP.
+"""Read a folder of safetensors, or one file, as a checkpoint like those of DCP.
 
 ::
 
     model.safetensors.index.json      ──▶ files ──headers──▶ tensors of the model, their keys with a prefix
     optimizer.safetensors.index.json  ──▶ files ──headers──▶ all other tensors        } if convert has written them:
-    optimizer.json                    ──values──▶ objects, paths of all              } their keys are those of DCP
+    optimizer.json                    ──values──▶ objects, and paths                 } their keys are those of DCP
 
-Without an index, all safetensors files of the folder are the model's. If torch's ``HuggingFaceStorageWriter`` has
-written each rank's parts of tensors, the headers give their offsets, and they become chunks.
+Without an index, all safetensors files of the folder are the model's. torch's ``HuggingFaceStorageWriter`` may have
+written parts of tensors, one file per rank: headers then give the offsets of the parts, which become chunks.
 """
 
 import base64
@@ -35,9 +35,9 @@ from .storage import Folder, files_without_metadata, is_file_of, open_folder, re
 SUFFIX = ".safetensors"
 METADATA_KEY = "__metadata__"
 
-MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors package
+MAX_HEADER_BYTES = 100_000_000  # the safetensors package's limit
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT_BYTES = 8  # of the data, by padding the header with spaces
+_ALIGNMENT_BYTES = 8  # of the data: the header is padded with spaces
 
 _BITS = (8, 16, 32, 64)
 _FLOAT8 = {"E4M3": "e4m3fn", "E4M3FNUZ": "e4m3fnuz", "E5M2": "e5m2", "E5M2FNUZ": "e5m2fnuz", "E8M0": "e8m0fnu"}
@@ -53,8 +53,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapping[str, str]]:
-    """Read a file's header with the safetensors package; return tensors in the order of their bytes, and texts."""
-    from safetensors import safe_open  # from the extra, which tools in memory do not need
+    """Read a file's header with the safetensors package; return chunks by key, ordered by offset, and its metadata."""
+    from safetensors import safe_open  # in the extra [tools], which splits and merges in memory do not need
 
     file_bytes = folder.size_bytes(file)
     with folder.open(file) as stream:
@@ -62,7 +62,7 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapp
         header_bytes = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
         content = stream.read(min(header_bytes, MAX_HEADER_BYTES))
     try:
-        with tempfile.NamedTemporaryFile(suffix=SUFFIX) as stream:  # a file with that header and length
+        with tempfile.NamedTemporaryFile(suffix=SUFFIX) as stream:  # with the same header and length
             stream.write(start + content)
             stream.truncate(file_bytes)
             stream.flush()
@@ -88,7 +88,7 @@ def read_header(folder: Folder, file: str) -> tuple[dict[str, StoredChunk], Mapp
 
 
 def with_header(tensors: Iterable[tuple[str, StoredTensor]]) -> tuple[bytes, list[str]]:
-    """Place tensors in a file, large elements first, so that all are aligned.
+    """Lay out tensors in a file, those with large elements first, so that all elements are aligned.
 
     Return the bytes before the data, and the keys in the order of the data.
     """
@@ -125,14 +125,14 @@ _NOTE_ON_PARTS = (
 
 
 def is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there are safetensors, and no DCP checkpoint."""
+    """Tell whether a path is a safetensors file, or a folder that has such files and no metadata of DCP."""
     if isinstance(path, str | os.PathLike) and is_file_of(os.fspath(path), SUFFIX):  # type: ignore[redundant-expr]
         return True
     return any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files_without_metadata(path))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read the metadata of DCP, the headers of safetensors (under their own keys), or a file for each rank."""
+    """Open a checkpoint of any format: files of ranks, safetensors (keys without a default prefix), or DCP."""
     if is_rank_files(path):
         return open_rank_files(path)
     return open_safetensors(path, default_prefix="") if is_safetensors(path) else open_dcp(path)
@@ -143,8 +143,8 @@ def open_safetensors(
 ) -> Checkpoint:
     """Read all headers of a folder or of one file.
 
-    The model's keys get ``key_prefix``. Without it, they get the prefix that convert has removed; no prefix if torch
-    has written parts of tensors, under their own keys; else the default.
+    Prefix of the model's keys: ``key_prefix`` if given; else the one that convert has removed, if it is recorded; else
+    none if torch has written parts of tensors (it keeps DCP's keys); else ``default_prefix``.
     """
     found = _Reading(os.fspath(path))
     prefixes = key_prefix, found.recorded_prefix, "" if found.is_sharded else default_prefix
@@ -171,7 +171,7 @@ def open_safetensors(
 
 
 class _Reading:
-    """Reads indices, headers and objects."""
+    """Reads a folder's indices, headers and objects."""
 
     def __init__(self, path: str) -> None:
         name = path.rpartition("/")[2]
@@ -212,7 +212,7 @@ class _Reading:
             self._record_prefix(stored)
 
     def _listed(self) -> tuple[dict[str, Collection[str]], dict[str, Collection[str]]]:
-        """List the files of the model and others, with keys that must be in them."""
+        """Return the model's files and the other files, each with the keys that an index says are in it."""
         there = self.folder.files()
         self.notes += (
             f"{name} has the optimizer's state, which is not in the safetensors" for name in state_files(there)
@@ -232,7 +232,7 @@ class _Reading:
         return model, others
 
     def _indexed(self, index: str) -> dict[str, Collection[str]]:
-        """List the files of an index, with the keys in each."""
+        """Return the files that an index names, with the keys in each."""
         self.json_files.append(index)
         found, where = self._read_json(index), f"{self.folder.path}/{index}"
         weight_map = found.get("weight_map") if isinstance(found, dict) else None
@@ -247,7 +247,7 @@ class _Reading:
         return {file: keys[file] for file in sorted(keys, key=natural_order)}
 
     def _record_prefix(self, found: Any) -> None:
-        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):  # removed by convert
+        if isinstance(found, dict) and isinstance(found.get("key_prefix"), str):  # convert has removed it
             self.recorded_prefix = found["key_prefix"]
 
     def _add(self, file: str, keys: Iterable[str], *, is_model: bool) -> None:
@@ -283,7 +283,7 @@ class _Reading:
         dtype = chunks[0].bare_dtype
         if dtype is None or len({(chunk.bare_dtype, len(chunk.sizes)) for chunk in chunks}) > 1:
             raise CheckpointError(f"the parts of {key} in {self.path} are of different dtypes or dimensions")
-        # Chunks without elements count too: torch puts them at the end of the tensor.
+        # Count empty chunks too, when looking for the tensor's end: torch puts them there.
         ends = [tuple(map(int.__add__, chunk.offsets, chunk.sizes)) for chunk in chunks]
         kept = [chunk for chunk in chunks if chunk.numel] or chunks[:1]
         return StoredTensor(key, tuple(map(max, zip(*ends, strict=True))), dtype, tuple(sorted(kept)))
@@ -298,6 +298,6 @@ class _Reading:
 
 
 def path_of(key: str, key_prefix: str) -> Path:
-    """Return a model tensor's default path in a nested state dict."""
+    """Return the path of a model's tensor in a nested state dict, unless another path is recorded."""
     first = key_prefix.partition(".")[0]
     return (first, key.removeprefix(key_prefix)) if first and key.startswith(f"{first}.") else (key,)

@@ -1,6 +1,6 @@
-"""The folder of a checkpoint: on a local disk, or behind any URL that fsspec knows.
+"""Folders of checkpoints: on a local disk, or behind any URL that fsspec knows.
 
-As DCP's ``FileSystemReader`` and ``FsspecReader``, with the same rule to choose between them: ``://``.
+``://`` in a path means a URL, as in the choice between DCP's ``FileSystemReader`` and ``FsspecReader``.
 """
 
 import errno
@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, cast
 
 from ..core.text import CheckpointError, human_bytes
 
-_SMALL_BYTES = 64 << 10  # up to this size, ranges are read, not mapped
+_SMALL_BYTES = 64 << 10  # ranges up to this size are read, larger ones are mapped
 _OPEN_FILES = 8
 
 
 class _Descriptor:
-    """An open file, closed with its last reference."""
+    """File descriptor that is closed when this object is freed."""
 
     def __init__(self, path: Path) -> None:
         self.number = -1
@@ -30,7 +30,7 @@ class _Descriptor:
 
 
 class Folder:
-    """Files of a local folder, by their names in it. Reading raises OSError."""
+    """Files of a local folder, addressed by their names in it. All methods may raise OSError."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -44,7 +44,7 @@ class Folder:
     def size_bytes(self, file: str) -> int:
         """Return the length of a regular file."""
         found = (self._path / file).stat()
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # opening a pipe would block
             raise OSError(errno.EINVAL, "it is no regular file", file)
         return found.st_size
 
@@ -53,15 +53,15 @@ class Folder:
         return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(self._path))
 
     def stamp(self, file: str) -> str:
-        """Return a text of the file's length and, if known, its time, which changes with the file."""
+        """Return a text that changes with the file: its length and modification time, or fsspec's ``ukey``."""
         found = (self._path / file).stat()
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def view(self, file: str, offset_bytes: int, length_bytes: int) -> memoryview:
-        """Return a range of a file: mapped if possible, so that its size does not matter. Changes stay in memory."""
+        """Return a range of a file; a large one is mapped and takes no memory. Writes to it do not change the file."""
         known: dict[str, _Descriptor] = vars(self._known)
         if file not in known:
-            self.size_bytes(file)  # a pipe would be waited for
+            self.size_bytes(file)  # raises for a pipe
             if len(known) >= _OPEN_FILES:
                 del known[next(iter(known))]
             known[file] = _Descriptor(self._path / file)
@@ -71,7 +71,7 @@ class Folder:
         if length_bytes <= _SMALL_BYTES:
             return memoryview(bytearray(os.pread(descriptor, length_bytes, offset_bytes)))
         begin = offset_bytes - offset_bytes % mmap.ALLOCATIONGRANULARITY
-        # Copy on write: torch has no read-only tensors.
+        # Map copy-on-write: torch has no read-only tensors.
         mapped = mmap.mmap(descriptor, end - begin, access=mmap.ACCESS_COPY, offset=begin)
         return memoryview(mapped)[offset_bytes - begin :]
 
@@ -124,7 +124,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def files_without_metadata(path: str | os.PathLike[str]) -> list[str]:
-    """List the files of a folder; none if it does not exist, or has metadata of DCP."""
+    """List the files of a folder; return an empty list if it does not exist, or has metadata of DCP."""
     try:
         files = open_folder(path).files()
     except OSError:
@@ -135,7 +135,7 @@ def files_without_metadata(path: str | os.PathLike[str]) -> list[str]:
 def read_file(folder: Folder, file: str, max_bytes: int) -> bytes:
     """Read a whole file; raise a FileNotFoundError or NotADirectoryError if there is none."""
     try:
-        nbytes, content = folder.size_bytes(file), b""  # raises for a pipe, which could not be opened without waiting
+        nbytes, content = folder.size_bytes(file), b""  # raises for a pipe, which would block when opened
         if nbytes <= max_bytes:
             with folder.open(file) as stream:
                 content = stream.read()
@@ -144,7 +144,7 @@ def read_file(folder: Folder, file: str, max_bytes: int) -> bytes:
         return content
     except (FileNotFoundError, NotADirectoryError):
         raise
-    except (OSError, ValueError) as error:  # a ValueError: no file can have the name
+    except (OSError, ValueError) as error:  # ValueError: the name is impossible
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{folder.path}/{file} cannot be read: {why}") from error
 

@@ -1,7 +1,7 @@
 """Unpickle plain values. A name in a pickle becomes a :class:`PickledObject`; it is not imported or run.
 
-This is Python's unpickler in Python, with the opcodes of checkpoints: for a pickle of five bytes, the one in C may take
-64 GB for the memo. Here the size of the pickle, which the reader limits, bounds the memory.
+This is Python's unpickler written in Python, limited to the opcodes that checkpoints use. The one written in C may
+allocate 64 GB for the memo of a five-byte pickle; here, memory is bounded by the pickle's size, which readers limit.
 """
 
 import functools
@@ -25,7 +25,7 @@ _OPCODES = """
 
 
 class PickledObject:
-    """Stand-in: the ``name`` of a class or function, the ``arguments`` of its call, and the ``state`` set later."""
+    """Stand-in for an object: ``name`` of its class or function, ``arguments`` of the call, and ``state`` set later."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -33,7 +33,7 @@ class PickledObject:
 
 
 class _Opaque(PickledObject):
-    """Stand-in of any class; its items are dropped."""
+    """Stand-in for an object of any class; items that the pickle adds to it are dropped."""
 
     def append(self, *items: Any) -> None:
         pass
@@ -50,13 +50,13 @@ class _Dict(dict[Any, Any], PickledObject):
 
 
 def _check_hash(key: Any) -> None:
-    """Raise for a tuple in a tuple: hashing many nested ones overflows the C stack, here or in torch.load."""
+    """Raise for a tuple in a tuple: hashing deeply nested tuples overflows the C stack, here or in torch.load."""
     if type(key) is tuple and any(type(part) is tuple for part in key):
         raise pickle.UnpicklingError("a key is nested")
 
 
 class ForbiddenNameError(CheckpointError):
-    """A pickle's request for a name that is not allowed; the message is that name."""
+    """Raised if a pickle asks for a name that is not allowed; the message is the name."""
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def allowed(what: str) -> Mapping[str, Set[str]]:
 
 
 def unpickle(content: bytes, allowed: Mapping[str, Set[str]] | None) -> Any:
-    """Unpickle with the allowed names of each module, or all. Other bytes than a pickle may raise any exception."""
+    """Unpickle; ``allowed``: names by module, None for all names. Bytes that are no pickle may raise any exception."""
     unpickler = _Unpickler(io.BytesIO(content))
     unpickler.allowed = allowed
     return unpickler.load()
@@ -95,7 +95,7 @@ class _Unpickler(pickle._Unpickler):
     def call(self) -> None:
         arguments, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, PickledObject) and made.name == "getattr" and made.arguments[1] == "ProcessGroupState":
-            made = _stand_in(PickledObject, "ProcessGroupState")  # a class inside of another one
+            made = _stand_in(PickledObject, "ProcessGroupState")  # a nested class
         if not isinstance(made, type) or not issubclass(made, PickledObject) or type(arguments) is not tuple:
             raise pickle.UnpicklingError(f"a {type(made).__name__} is called, and is not callable")
         if made.name == "Size" and len(arguments) == 1 and type(arguments[0]) is tuple:
@@ -107,7 +107,7 @@ class _Unpickler(pickle._Unpickler):
             for each in (key for values in arguments for key in values):
                 _check_hash(each)
         self.stack[-1] = made.__new__(made)
-        self.stack[-1].arguments = arguments  # no copy: many short calls would each copy a long tuple
+        self.stack[-1].arguments = arguments  # shared, not copied: many calls may have the same long tuple
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]

@@ -1,5 +1,5 @@
 """Measure offloading on this machine: ``python -m examples.benchmarks NAME``, from a clone.
 
-Each prints JSON lines: one for the machine, then one per figure. Install ``typer`` next to the package,
-``matplotlib`` for pictures, and ``transformers`` for the models of ``front``.
+Each benchmark prints JSON lines: one for the machine, then one per result. Install ``typer``; for pictures, also
+``matplotlib``; for most models of ``front``, also ``transformers``.
 """

@@ -1,4 +1,4 @@
-"""Measures the cost of an asynchronous save for the training loop, with ArenaStager and with torch's own stager."""
+"""Measures what an asynchronous save costs the training loop, with ArenaStager and with torch's own stager."""
 
 import shutil
 import tempfile
@@ -29,15 +29,15 @@ MakeStager = Callable[[torch.optim.Optimizer], AsyncStager]
 
 
 class _SaveWay(NamedTuple):
-    """One way of staging."""
+    """A way of staging asynchronous saves."""
 
     make_stager: MakeStager
     reused: bool  # one stager for all saves
-    covered: bool  # snapshot_bytes for all of the state
+    covered: bool  # snapshot_bytes is enough for all of the state
 
 
 def _default_stager(_: torch.optim.Optimizer) -> AsyncStager:
-    return DefaultStager(StagingOptions(False, False, False, False))  # what async_save makes if it is given none
+    return DefaultStager(StagingOptions(False, False, False, False))  # async_save's own, if it is given no stager
 
 
 WAYS = {
@@ -57,7 +57,7 @@ def measure(
     way: Annotated[str | None, typer.Option(help="Only this way of staging.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where to write; by default a temporary folder.")] = None,
 ) -> None:
-    """Measure how long ``dcp.async_save`` blocks, steps during a save and without one, and host memory."""
+    """Measure how long ``dcp.async_save`` blocks, the time of steps with and without a save, and host memory."""
     device = bench_device()
     model = sharded_model(varied_sizes(params, tensors), device)
     folder = Path(tempfile.mkdtemp(dir=directory))
@@ -172,7 +172,7 @@ def _save(
 
 
 class _PeakMemory:
-    """Growth of the process's own memory while this is open, sampled every few milliseconds."""
+    """Context that measures how far the process's own memory grows, sampled every 20 ms."""
 
     growth_bytes = 0
 
@@ -193,7 +193,7 @@ class _PeakMemory:
 
 
 def _own_bytes() -> int:
-    """Return the resident memory of this process, without the page cache of files that it writes."""
+    """Return this process's resident memory, which excludes the page cache of files that it writes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
@@ -201,7 +201,7 @@ def _own_bytes() -> int:
 
 
 def _model_copy_ms(model: nn.Module, device: torch.device) -> float:
-    """Compute how long the copy of the model's shards to pinned memory takes at the link's one-way rate."""
+    """Compute how long a copy of the model's shards to pinned memory takes at the link's one-way rate."""
     model_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     return model_bytes / Link(device).gb_per_s(64, load=False, store=True) / 1e6
 

@@ -1,13 +1,13 @@
-"""Draws an iteration of any training run: when each lane of the device was busy, and what its memory was used for.
+"""Draws an iteration of any training loop: when each lane of the device was busy, and what used the device's memory.
 
 ::
 
     with record_iterations(model, optimizer, folder):
-        for batch in batches:  # three are enough: the middle one is drawn
+        for batch in batches:  # three are enough: the lanes of the second are drawn, and the memory of the third
             train(batch)
 
-Hooks mark where forwards, backwards and steps begin, and record the memory by place at each group's turn; the rest
-comes from the profiler. The loop does not change.
+The loop does not change: hooks mark where forwards, backwards and steps begin, and record memory by place at each
+group's turn. All else comes from the profiler.
 """
 
 import gzip
@@ -43,9 +43,9 @@ class Recording:
     """Result of a recording, complete when its context is left.
 
     Attributes:
-        folder: where the files are: ``trace.json.gz`` for ui.perfetto.dev, ``timeline.svg``, ``memory.svg``.
-        timeline: of the last iteration before another one.
-        moments: memory by place, at each turn of that iteration.
+        folder: folder with the files ``trace.json.gz`` (for ui.perfetto.dev), ``timeline.svg`` and ``memory.svg``.
+        timeline: lanes of the last iteration that another one follows, or of the only one.
+        moments: memory by place at each turn of the last iteration.
     """
 
     folder: Path
@@ -55,13 +55,13 @@ class Recording:
 
 @contextmanager
 def record_iterations(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> Iterator[Recording]:
-    """Trace the training in the context, and draw one of its iterations.
+    """Trace the training in the context, and draw the lanes of one iteration and the memory of the last one.
 
     The profiler costs the host some time: a trace shows what overlaps with what, not how long an iteration takes.
 
     Args:
-        model: model whose own forward begins an iteration.
-        optimizer: optimizer whose ``step()`` ends it.
+        model: model whose forward begins an iteration, or a micro-batch of it.
+        optimizer: optimizer whose ``step()`` ends the iteration.
         folder: folder for the files; created if necessary.
 
     Raises:
@@ -143,7 +143,7 @@ class _IterationRecorder:
 
     def _sample(self, name: str) -> None:
         with torch.profiler.record_function(f"{_SAMPLE} {len(self._samples)}"):
-            # A gathered model has other parameters for a while; the optimizer's are the shards.
+            # While the model is gathered, its parameters are others: the optimizer's are the shards.
             params: list[Tensor] = [param for group in self.optimizer.param_groups for param in group["params"]]
             grads = [param.grad for param in params if param.grad is not None and not is_spent(param)]
             places = {
@@ -155,7 +155,7 @@ class _IterationRecorder:
             self._samples.append(Moment(name, places, allocated))
 
     def placed(self) -> list[Moment]:
-        """Return the samples with figures that are known only at the end: state that stays, and staging."""
+        """Return the samples with figures that are known only at the end: state kept on the device, and staging."""
         if is_offloaded(self.optimizer):
             memory = offload_report(self.optimizer).memory
             passing_bytes = memory.device_bytes - memory.kept_state_bytes
@@ -171,7 +171,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _add_counters(trace: Mapping[str, Any], samples: list[Moment]) -> None:
-    """Add the samples to the trace as counters, at the times at which the host took them."""
+    """Add the samples to the trace as counters, at the host's time of each sample."""
     events: list[dict[str, Any]] = trace["traceEvents"]
     times = {event["name"]: (event["ts"], event["pid"]) for event in events if event["name"].startswith(_SAMPLE)}
     for number, one in enumerate(samples):

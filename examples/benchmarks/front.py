@@ -1,26 +1,25 @@
-"""Measures the cost of a freed byte: models that users train, plain and offloaded, each row in a fresh process.
+"""Measures what a freed byte costs: models that users train, plain and offloaded, each row in a fresh process.
 
 ``--policies`` takes rows, separated by commas or spaces: ``plain``, ``step``, ``forward``, ``iteration``,
-``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. Behind a colon follow
+``parameters`` (with ``"iteration"``), ``parameters_step``, ``parameters_forward``. After the name, colons separate
 ``device_bytes`` and other fields of ``OffloadPolicy``, as in ``iteration:640MiB`` or
-``iteration:2GiB:bucket_bytes=64MiB``, and ``recompute``, of this row alone, as in ``plain:recompute=4``; ``commits``:
-each step is committed to memory, to survive a kill; ``deltas``: the weights that a step changes are recorded.
+``iteration:2GiB:bucket_bytes=64MiB``; ``recompute`` for this row only, as in ``plain:recompute=4``; ``commits``:
+commit each step to memory, to survive a kill; ``deltas``: record the weights that a step changes.
 Plain training is the first row, and (``--again``) the last one; the faster one counts.
 
-JSON lines go to stdout, and a table for people to stderr, each line as soon as its row is measured. All its columns
-are of one iteration:
+JSON lines go to stdout, and a table to stderr, each line as soon as its row is measured. Columns, per iteration:
 
-- *ms*, the median, and *x plain*; *fwd ms* and *bwd ms* of it. *least x*: the fastest iteration divided by plain's,
-  since a shared host adds a different time to each row.
-- *peak GB* and *res GB*: allocated and reserved on the device after the warm-up.
-- *freed GB*: plain's peak less the row's. *of hid.*: that over what can hide behind the backward, which is the smaller
-  of what is offloaded and of plain's backward times half of the link's two-way rate.
-- *bound ms*: the larger of plain's and the time of the row's copies at the two-way rate; *x bound*.
-- *up GB* and *down GB* over the link; *updates*.
-- *ours ms* (with ``--host``): wall time in our hooks and ``step()``, in all threads, less *class ms*, the time of the
-  user's class's own ``step()`` in it.
-- *CPU ms* of the process, *main ms* of its main thread.
-- *bits*: whether the losses of all iterations and the parameters after them are plain's.
+- *ms*: median time. *x plain*: ratio to plain's. *fwd ms*, *bwd ms*: medians of forward and backward. *least x*: ratio
+  of the fastest iteration to plain's fastest, on which other load of a shared host has less influence.
+- *peak GB* and *res GB*: peaks of allocated and of reserved device memory after the warm-up.
+- *freed GB*: plain's peak less the row's. *of hid.*: ratio of freed bytes to bytes that can hide behind the backward:
+  the smaller of all offloaded bytes, and plain's backward times half of the link's two-way rate.
+- *bound ms*: the longer of plain's time and the row's copies at the two-way rate. *x bound*: ratio of *ms* to it.
+- *up GB* and *down GB*: loaded and stored over the link. *updates*: updates of buckets.
+- *ours ms* (with ``--host``): wall time of all threads in our hooks and our ``step()``, less *class ms*: in it, the
+  time of the ``step()`` of the user's optimizer class.
+- *CPU ms*: CPU time of the process. *main ms*: of its main thread.
+- *bits*: whether the losses of all iterations, and the parameters after the last one, are those of plain training.
 """
 
 import importlib.util
@@ -178,8 +177,8 @@ def _bytes_or_text(text: str) -> Any:
 
 
 def _run(row: Row) -> dict[str, Any]:
-    """Run a row with a process for each rank; the record of a failed row has the error."""
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # our import has set it here
+    """Run a row with a process for each rank; return its record, for a failed row only the error."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}  # which our import has set
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     with tempfile.TemporaryDirectory(dir="/dev/shm" if row.listener == "commits" else None) as folder:
         path = Path(folder, "row.json")
@@ -195,11 +194,11 @@ def _run(row: Row) -> dict[str, Any]:
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(0.05)
         finally:
-            for process in processes:  # they would wait for the one that failed
+            for process in processes:  # the others would wait for a rank that failed
                 process.kill()
                 process.wait()
         for rank, code in enumerate(codes):
-            if code and not Path(folder, f"rank-{rank}.json").exists():  # else only the end of a measured row failed
+            if code and not Path(folder, f"rank-{rank}.json").exists():  # with a result, only the end failed
                 output = Path(folder, f"rank-{rank}.txt").read_text(errors="replace").strip()
                 print(output[-4000:], file=sys.stderr)
                 errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Exception): .*)", output, re.MULTILINE)
@@ -217,7 +216,7 @@ _MOST = ("peak_bytes", "reserved_bytes")
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the results of ranks: times and memory of the worst one, report and link of the first one."""
+    """Join the results of ranks: of times and memory the largest; report and link are the first rank's."""
     first, report = ranks[0], ranks[0].get("report", {})
     found = {name: max(one[name] for one in ranks) for name in (*_SLOWEST, *_MOST) if name in first}
     found |= {name: first[name] for name in ("all_ms", "params", "device", "copy_queues", "threads")}
@@ -229,7 +228,7 @@ def _merged(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in _REPORTED:
         if name in report:
             found[name.partition("/")[2]] = report[name]
-    found["losses"] = [one["losses"] for one in ranks]  # hexadecimal: all bits
+    found["losses"] = [one["losses"] for one in ranks]  # hexadecimal texts, which have all bits
     found["parameters"] = [one["parameters"] for one in ranks]
     return found
 
@@ -250,7 +249,7 @@ _COMPARED = (
 
 
 def compare(found: Sequence[dict[str, Any]]) -> None:
-    """Add the cost of each row over plain training, by the faster of its rows so far."""
+    """Add to each row what it costs over the faster of the plain rows so far."""
     plains = [one for one in found if one["row"].startswith("plain") and "error" not in one]
     if not plains:
         return
@@ -276,7 +275,7 @@ def compare(found: Sequence[dict[str, Any]]) -> None:
         one["same_parameters"] = one["parameters"] == plains[0]["parameters"]
 
 
-# Each column's width, and its cell; "-" where there is none.
+# Column → width; negative: aligned left. A cell without a figure shows "-".
 _COLUMNS: dict[str, int] = {
     "row": -26,
     "ms": 8,
@@ -338,7 +337,7 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
 
 
 def _line(cells: Sequence[str]) -> str:
-    pairs = zip(cells, _COLUMNS.values(), strict=False)  # a row that failed has two cells
+    pairs = zip(cells, _COLUMNS.values(), strict=False)  # a failed row has only two cells
     return "  ".join(f"{one:<{-width}}" if width < 0 else f"{one:>{width}}" for one, width in pairs).rstrip()
 
 
@@ -346,7 +345,7 @@ _TRAINING = ("model", "ranks", "batch", "tokens", "accumulate", "recomputed", "d
 
 
 def _trainings(found: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Group rows by training, each with its own plain rows."""
+    """Group rows by training; each group has plain rows of its own."""
     trainings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in found:
         trainings.setdefault(tuple(map(one.get, _TRAINING)), []).append(one)
@@ -359,7 +358,7 @@ def draw_front(found: Sequence[dict[str, Any]], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is missing.
     """
-    figure = new_figure(5, 4.4)  # read on a telephone, too
+    figure = new_figure(5, 4.4)  # inches: readable on a telephone, too
     axes = figure.subplots()
     for number, rows in enumerate(_trainings(found)):
         first, label = rows[0], "{model}, {batch} × {tokens:,} tokens".format(**rows[0])
@@ -368,10 +367,10 @@ def draw_front(found: Sequence[dict[str, Any]], path: Path) -> None:
         for at, one in enumerate(sorted(shown, key=lambda one: int(one.get("freed_bytes", 0)))):
             point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
             axes.plot(*point, "osD^v"[number % 5], color=f"C{number}", label=label)
-            # Around the points in turns, which are close to each other.
+            # Points are close to each other: put their names on alternating sides.
             side, *place = (("right", -6, 5), ("left", 7, -3), ("right", -6, -12), ("left", 6, -12))[at % 4]
             axes.annotate(one["row"], point, xytext=place, ha=side, textcoords="offset points", fontsize=9)
-            label = "_"  # one entry of the legend
+            label = "_"  # only the first point of a training enters the legend
     axes.plot(0, 0, "x", color="#4c566a", label="without offload")
     axes.set_xlabel("GB freed: plain's peak less the row's")
     axes.set_ylabel("% of time over plain, median iteration")

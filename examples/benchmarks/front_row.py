@@ -1,8 +1,8 @@
 """Trains one rank of one row of :mod:`.front`, with one policy or plainly, in a process of its own.
 
-``python -m examples.benchmarks.front_row FILE``, which :mod:`.front` calls, reads a :class:`Row` from the file and
-writes its figures to the same folder. Imports ``fsdp_offload`` before CUDA starts, as users do, or after it; in plain
-training only after it, for masters, and for the link once all figures are measured.
+:mod:`.front` calls ``python -m examples.benchmarks.front_row FILE``. This reads a :class:`Row` from the file and writes
+figures to the same folder. With a policy, it imports ``fsdp_offload`` before CUDA starts, as users do. Plain training
+imports it only afterwards: for masters, and for the link when all other figures are measured.
 """
 
 import gc
@@ -38,7 +38,7 @@ class Row:
     """Settings of the training of one row.
 
     Attributes:
-        name: of the row.
+        name: text of the row in ``--policies``.
         policy: fields of ``OffloadPolicy``; ``None``: plain training.
         listener: ``"commits"``: commit each step to memory; ``"deltas"``: record weight deltas; or ``""``.
         model, tokens, recomputed, dtype: see :func:`.models.build`.
@@ -46,10 +46,10 @@ class Row:
         lr: learning rate.
         batch: sequences in a micro-batch of one rank.
         accumulate: micro-batches in an iteration.
-        warm, iterations: iterations before the timed ones, and the timed ones.
-        host: count our time on the host, in as many iterations again.
+        warm, iterations: number of iterations before the timed ones, and of timed ones.
+        host: also measure our time on the host, in ``iterations`` more iterations.
         link: measure the link afterwards.
-        trace: folder for a trace of three iterations more, or ``""``.
+        trace: folder for a trace of three more iterations, or ``""``.
         ranks: number of ranks.
     """
 
@@ -100,7 +100,7 @@ class Loop:
             self.attach_s = time.perf_counter() - begin
         self._random = torch.Generator(device).manual_seed(100 + self.rank)
         self.losses: list[Tensor] = []
-        self.marks: list[list[Any]] = []  # of each iteration: begin, then the ends of each forward and backward
+        self.marks: list[list[Any]] = []  # by iteration: its begin, then the end of each forward and each backward
         self.step: Callable[[], object] = self.optimizer.step
         self.zero_grad: Callable[[], object] = self.optimizer.zero_grad
 
@@ -113,7 +113,7 @@ class Loop:
             self.deltas = weight_deltas(self.optimizer)
 
     def mark(self) -> Any:
-        """Mark this point of compute; on the CPU, note the time."""
+        """Record an event on the current stream; on the CPU, return the time."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -131,14 +131,14 @@ class Loop:
                 loss.backward()
                 marks.append(self.mark())
                 self.losses.append(loss.detach())
-                del loss  # and its graph, before the next forward makes another one
+                del loss  # frees its graph before the next forward makes another one
             self.marks.append(marks)
             self.step()
             self.behind_step()
             self.zero_grad()
 
     def measure(self) -> dict[str, Any]:
-        """Train; return times, bytes, and losses and a checksum to compare with plain training."""
+        """Train; return times and bytes, and, to compare with plain training, losses and a checksum of parameters."""
         row, on_cpu = self.row, self.device.type == "cpu"
         self.iterate(row.warm)
         if not on_cpu:
@@ -146,7 +146,7 @@ class Loop:
         self.marks.clear()
         wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
         self.iterate(row.iterations)
-        # Before waiting for the device, which takes CPU time of its own.
+        # Read the clocks before waiting for the device, which takes CPU time as well.
         host_s = (time.perf_counter() - wall, time.process_time() - process, time.thread_time() - thread)
         self.marks.append([self.mark()])
         self.synchronize()
@@ -171,8 +171,8 @@ class Loop:
         return found | (self._traced(Path(row.trace)) if row.trace else {})
 
     def _take_deltas(self) -> dict[str, Any]:
-        """Count the weights that one step changes; time how long it takes to hand them out."""
-        for _ in self.deltas:  # hands out what all steps until now have changed
+        """Return how many weights one step changes, their bytes, and how long it takes to hand them out."""
+        for _ in self.deltas:  # take, and drop, the changes of all steps until now
             pass
         self.iterate(1)
         self.synchronize()
@@ -183,7 +183,7 @@ class Loop:
         return {"changed": changed, "delta_bytes": nbytes, "take_s": time.perf_counter() - begin}
 
     def _traced(self, folder: Path) -> dict[str, Any]:
-        """Trace the device; return how long compute had nothing to do in an iteration, and the longest time at once."""
+        """Trace the device; return the compute stream's mean idle time per iteration, and its longest idle time."""
         activity = torch.profiler.ProfilerActivity
         with torch.profiler.profile(activities=[activity.CPU if self.device.type == "cpu" else activity.CUDA]) as prof:
             self.iterate(3)
@@ -219,7 +219,7 @@ class Loop:
         return {"ms": median(parts["all_ms"]), **medians, "all_ms": [round(one, 1) for one in parts["all_ms"]]}
 
     def _digest(self) -> str:
-        """Return a checksum of all bits of this rank's parameters."""
+        """Return a checksum over this rank's parameters, of the sum of each one's bits as integers."""
         sums = []
         for value in self.model.state_dict().values():
             local = value.to_local() if hasattr(value, "to_local") else value
@@ -229,19 +229,19 @@ class Loop:
 
 
 class HostTimes:
-    """Wall time of our code in all threads, by entry point, without the user's class's own ``step()``.
+    """Wall time of our code in all threads, by entry point; ``step()`` of the optimizer's own class is counted apart.
 
-    A call within another one of ours in the same thread is part of it. Counting takes time by itself, so nothing else
-    is measured meanwhile.
+    A call of ours within another one, in the same thread, is counted with the outer one. Counting takes time itself, so
+    nothing else is measured meanwhile.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop, self._depth = loop, threading.local()
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)  # appended to by all threads
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)  # all threads append
 
     @contextmanager
     def watched(self) -> Iterator["HostTimes"]:
-        """Count in the context."""
+        """Count in the context; afterwards restore the methods that it replaces."""
         loop, undo = self._loop, []
 
         def exchange(owner: Any, name: str, value: Any) -> None:
@@ -254,7 +254,7 @@ class HostTimes:
 
             exchange(ModelHooks, "call", self._entered("hooks", ModelHooks.call))
             exchange(Core, "update", self._counted("updates", Core.update))
-            step: Any = torch.optim.AdamW.step  # torch's wrapper, around the step as it was written
+            step: Any = torch.optim.AdamW.step  # torch's wrapper; __wrapped__ is the class's step
             if hasattr(step, "__wrapped__"):
                 exchange(step, "__wrapped__", self._counted("class_step", step.__wrapped__))
         exchange(loop, "step", self._entered("step", loop.step))
@@ -285,14 +285,14 @@ class HostTimes:
             try:
                 return function(*args, **kwargs)
             finally:
-                # In the thread of the CPU's updates, none of our entry points encloses the class's step.
+                # In the thread of updates on the CPU, the class's step is not inside of any entry point of ours.
                 is_within = name != "class_step" or getattr(self._depth, "is_within", False)
                 self.seconds[name if is_within else "class_step_beside"].append(time.perf_counter() - begin)
 
         return call
 
     def per_iteration(self, iterations: int, *, offloaded: bool) -> dict[str, float]:
-        """Return the milliseconds and calls of one iteration."""
+        """Return milliseconds and numbers of calls per iteration."""
         seconds = {name: list(values) for name, values in self.seconds.items()}
         ms = defaultdict(float, {name: 1e3 * sum(values) / iterations for name, values in seconds.items()})
         if not offloaded:
@@ -306,7 +306,7 @@ class HostTimes:
 
 
 def link_rates(device: torch.device) -> dict[str, float]:
-    """Measure the rates of this rank's copies while all ranks copy, in 10**9 bytes per second."""
+    """Return the rates of this rank's copies, in 10**9 bytes per second, while all ranks copy."""
     from .link import Link
 
     link, found = Link(device), {}
@@ -320,7 +320,7 @@ def main(path: Path) -> None:
     """Measure the row in the file ``path``; write ``rank-N.json`` to the same folder."""
     row = Row(**json.loads(path.read_text()))
     start_s = time.perf_counter()
-    if row.policy is not None:  # before CUDA starts, as users do
+    if row.policy is not None:  # import it before CUDA starts, as users do
         import fsdp_offload  # noqa: F401
     asked = os.environ.get(QUEUES, "default")
     accelerator = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -328,7 +328,7 @@ def main(path: Path) -> None:
     device = accelerator if on_cpu else torch.device(accelerator.type, rank)
     if not on_cpu:
         torch.accelerator.set_device_index(rank)
-        torch.zeros(1, device=device)  # the driver reads its variables now
+        torch.zeros(1, device=device)  # starts CUDA: the driver reads environment variables now
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
@@ -350,7 +350,7 @@ def main(path: Path) -> None:
         torch.accelerator.empty_cache()
         found["link"] = link_rates(device)
     path.with_name(f"rank-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # a rank that ends at once would close connections
+    dist.barrier()  # a rank that ended earlier would close connections that others use
     dist.destroy_process_group()
 
 

@@ -20,14 +20,14 @@ from .record import bench_device, median, print_record, run, wall_ms
 _CHUNK_BYTES = 64 << 20
 _SMALL_BYTES = 64 << 10
 _SMALL_COPIES = 12
-_SLEEP_CYCLES = 2_000_000  # about a millisecond
+_SLEEP_CYCLES = 2_000_000  # about 1 ms of the GPU's clock
 
 
 def measure(
     gib: Annotated[float, typer.Option(help="GiB to copy each way for one figure.")] = 4.0,
     repeats: Annotated[int, typer.Option(help="Measurements of each figure; medians are printed.")] = 7,
 ) -> None:
-    """Measure the one-way and two-way bandwidth of pinned copies, and the rates of pinning and of a first touch."""
+    """Measure the one-way and two-way bandwidth of pinned copies, and how fast memory is pinned and first touched."""
     device = bench_device()
     chunks = max(1, int(gib * (1 << 30)) // _CHUNK_BYTES)
     link = Link(device)
@@ -46,7 +46,7 @@ def measure(
 
 
 def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
-    """Measure how long a small copy to the device waits during our large ones."""
+    """Measure how long a small copy to the device waits during large loads in our lanes."""
     state, parameters = (TurnsLane(device, PIECE_BYTES, name=name) for name in ("state", "parameters"))
     lanes: dict[str, tuple[Lane, ...]] = {
         "one_stream": (Lane(device, torch.Stream(device)),),
@@ -66,7 +66,7 @@ def _small_copies(device: torch.device, link: "Link", chunks: int) -> None:
 
 
 class Link:
-    """Copies fixed chunks over a ring of two device buffers, as an ideal offload would."""
+    """Copies fixed chunks through two device buffers for each direction, as an ideal offload would."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,7 +75,7 @@ class Link:
         self._streams = (torch.Stream(device), torch.Stream(device))
 
     def gb_per_s(self, chunks: int, *, load: bool = False, store: bool = False) -> float:
-        """Measure the rate in 10**9 bytes per second, both directions added, for ``chunks`` chunks each way."""
+        """Copy ``chunks`` chunks each way; return 10**9 bytes per second, both directions added."""
 
         def copy() -> None:
             for chunk in range(chunks):
@@ -88,7 +88,7 @@ class Link:
         return chunks * _CHUNK_BYTES * (load + store) / ms / 1e6
 
     def among_small_copies(self, lanes: Sequence[Lane], chunks: int) -> tuple[list[float], float]:
-        """Measure the milliseconds from issue to end of each small copy, and the rate of loads in ``lanes``."""
+        """Return the milliseconds from issue to end of each small copy, and the GB/s of the loads in ``lanes``."""
         small_host = torch.empty(_SMALL_BYTES, dtype=torch.uint8, pin_memory=True)
         small = torch.empty(_SMALL_BYTES, dtype=torch.uint8, device=self._device)
         stream = torch.Stream(self._device)
@@ -103,7 +103,7 @@ class Link:
         end = lanes[-1].mark(timed=True)
         with stream:
             for asked, ended in events:
-                torch.cuda._sleep(_SLEEP_CYCLES)  # so that they are spread over the time of the loads
+                torch.cuda._sleep(_SLEEP_CYCLES)  # spread the small copies over the time of the loads
                 stream.record_event(asked)
                 small.copy_(small_host, non_blocking=True)
                 stream.record_event(ended)
@@ -119,7 +119,7 @@ class Link:
 
 def _pinning(nbytes: int, device: torch.device, repeats: int) -> None:
     seconds: dict[str, list[float]] = {"pin": [], "touch": [], "touch_huge": []}
-    for _ in range(repeats):  # interleaved, so that all run in the same conditions
+    for _ in range(repeats):  # interleave the three, so that all run under the same conditions
         seconds["touch"].append(_first_touch_seconds(nbytes, mmap.MADV_NORMAL))
         seconds["touch_huge"].append(_first_touch_seconds(nbytes, mmap.MADV_HUGEPAGE))
         begin = time.perf_counter()
@@ -139,7 +139,7 @@ def _pinning(nbytes: int, device: torch.device, repeats: int) -> None:
 
 
 def _first_touch_seconds(nbytes: int, advice: int, chunk_bytes: int = 32 << 20) -> float:
-    """Map ``nbytes`` and write each page once, with one thread per core; locks no memory."""
+    """Return the seconds to write each page of new memory once, with one thread per core; nothing is pinned."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(advice)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,4 +1,4 @@
-"""Draws the use of a device's memory at each turn of an iteration."""
+"""Draws the use of a device's memory over an iteration, at each turn: the forward or backward of one group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Moment:
     """Bytes on the device at one turn of an iteration.
 
     Attributes:
-        name: group whose turn it is.
-        places: bytes by name.
-        allocated_bytes: all bytes of the allocator; 0 if it does not count.
+        name: name of the turn: of a group and its pass, ``forward`` (the beginning) or ``step`` (the end).
+        places: bytes by use: parameters, gradients, ...
+        allocated_bytes: all bytes that the allocator has given out; 0 on the CPU, where they are not counted.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Moment:
     allocated_bytes: int
 
     def by_place(self) -> dict[str, int]:
-        """Return all places, and the rest of the allocator's figure."""
+        """Return ``places``, and as one more place the rest of ``allocated_bytes``."""
         return {**self.places, _REST: max(0, self.allocated_bytes - sum(self.places.values()))}
 
 

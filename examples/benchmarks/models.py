@@ -1,6 +1,6 @@
 """Models of the benchmarks, with random weights: a lean GPT, and the shapes of transformers' models that users train.
 
-Nothing here imports ``fsdp_offload``: plain training is measured in a process that does not know of it.
+This file does not import ``fsdp_offload``, so that plain training can be measured in a process without it.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A lean GPT, of 1.35 G parameters with the defaults of the bench."""
+    """A lean GPT; with the default sizes of the benchmark ``train``, it has 1.35 G parameters."""
 
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of the next token."""
+        """Return the mean loss of predicting each next token; ``tokens``: ``(batch, sequence + 1)``."""
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
@@ -76,7 +76,7 @@ def _gpt2(width: int, layers: int, heads: int, vocabulary: int) -> Any:
     return {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocabulary, **dropouts}
 
 
-# By name, transformers' type of the model, or "lean" for the GPT above, and its shape.
+# Name → transformers' type of the model, or "lean" for the GPT above, and the fields of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3b": ("llama", _llama(3072, 8192, 28, 24, 8, 128_256, tie_word_embeddings=True)),
     "llama-3b-32k": ("llama", _llama(3072, 8192, 28, 24, 8, 32_768, tie_word_embeddings=False)),
@@ -93,7 +93,7 @@ _BLOCKS = {"llama": "model.layers", "qwen3": "model.layers", "gpt2": "transforme
 
 
 class Trained(NamedTuple):
-    """A sharded model, the loss of tokens ``(batch, sequence)``, and the size of the vocabulary."""
+    """A sharded model, a function that returns the loss of tokens ``(batch, sequence)``, and the vocabulary's size."""
 
     model: nn.Module
     loss: Callable[[Tensor], Tensor]
@@ -111,7 +111,7 @@ def build(name: str, mesh: DeviceMesh, *, dtype: torch.dtype, tokens: int, recom
         recomputed: number of blocks, the first ones, that the backward recomputes; ``None``: all.
 
     Raises:
-        SystemExit: this version of transformers cannot recompute some of the blocks only.
+        SystemExit: ``recomputed`` is a part of the blocks, which this version of transformers cannot do.
     """
     family, shape = MODELS[name]
     with _parameters_on_meta(dtype):
@@ -125,7 +125,7 @@ def build(name: str, mesh: DeviceMesh, *, dtype: torch.dtype, tokens: int, recom
     buffers = {name: buffer.to(mesh.device_type, copy=True) for name, buffer in model.named_buffers()}
     model.to_empty(device=mesh.device_type)
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])  # rotary frequencies, masks: no checkpoint has them
+        buffer.copy_(buffers[name])  # such as rotary frequencies and masks, which ``to_empty`` has lost
     _fill(model, torch.Generator(mesh.device_type).manual_seed(1 + dist.get_rank()))
     model.train()
     if family == "lean":
@@ -144,11 +144,11 @@ def _transformers_model(family: str, shape: dict[str, Any], tokens: int) -> nn.M
 
 @contextmanager
 def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Make parameters on the meta device, but buffers with values, which ``to_empty`` would lose."""
+    """In the context, create parameters on the meta device, but buffers with their values, to be copied later."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not (param.is_meta and param.dtype == dtype):  # it may be tied to one that was moved
+        if param is not None and not (param.is_meta and param.dtype == dtype):  # a tied one is on meta already
             param = nn.Parameter(param.detach().to("meta", dtype), requires_grad=param.requires_grad)
         register(module, name, param)
 
@@ -162,7 +162,7 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 def _recompute(model: Any, blocks: list[nn.Module], count: int) -> None:
     if not count:
         return
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # in new and old transformers
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # new and old transformers
     enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
     if enable is None:
         for block in blocks[:count]:

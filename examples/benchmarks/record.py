@@ -15,7 +15,7 @@ import typer
 
 
 def print_machine() -> None:
-    """Record hardware, versions, date and command, without which figures cannot be compared."""
+    """Print hardware, versions, date and command, without which figures cannot be compared."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     print_record(
         "machine",
@@ -28,7 +28,7 @@ def print_machine() -> None:
 
 
 def print_record(what: str, **figures: Any) -> None:
-    """Print one JSON line, with floats rounded to digits that repeat."""
+    """Print one JSON line, with floats rounded to 4 decimals."""
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
     print(json.dumps({"bench": what, **rounded}), flush=True)
 
@@ -51,7 +51,7 @@ def device_bytes_of(mib: int | None) -> int | Literal["auto"]:
 
 
 def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, warmup: int = 1) -> list[float]:
-    """Return the milliseconds of ``work`` from an idle device to an idle device, for each repeat."""
+    """Return the wall-clock milliseconds of each repeat of ``work``, from an idle device to an idle device."""
     times = []
     for repeat in range(warmup + repeats):
         torch.accelerator.synchronize(device)
@@ -64,7 +64,7 @@ def wall_ms(work: Callable[[], None], device: torch.device, *, repeats: int, war
 
 
 def cpu_ms(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """Return the median CPU milliseconds of this thread in ``work``, which begins on an idle device."""
+    """Return this thread's median CPU milliseconds in ``work``; each repeat begins on an idle device."""
     times = []
     for _ in range(repeats):
         torch.accelerator.synchronize(device)
@@ -76,12 +76,12 @@ def cpu_ms(work: Callable[[], object], device: torch.device, *, repeats: int) ->
 
 
 def median(values: list[float]) -> float:
-    """Return the middle value, which noise moves least."""
+    """Return the median, on which outliers have little influence."""
     return statistics.median(values)
 
 
 def run(function: Callable[..., None], argv: Sequence[str]) -> None:
-    """Call ``function`` with the options of ``argv``, which its annotations define.
+    """Call ``function`` with the options of ``argv``; its annotations define the options.
 
     Raises:
         typer.BadParameter: an option does not accept its value.

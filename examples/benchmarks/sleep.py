@@ -1,4 +1,4 @@
-"""Measures how long a model and its optimizer take to leave the device for another phase of RL, and to return."""
+"""Measures how long a model and its optimizer take to leave the device (sleep, in RL), and to return (wake)."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -26,9 +26,9 @@ def measure(
 ) -> None:
     """Measure sleep and wake of parameters with state on the device, and with state that is on the host already.
 
-    Rates are of parameters and of state on the device, from an idle device to an idle device, with the one-way rates of
-    the link in the same run. ``resident``: all state is on the device between steps and moves. ``home``: none is, as
-    with the default policy.
+    ``resident``: all state is on the device between steps, and moves with the parameters. ``home``: state is in host
+    memory between steps, as with the default policy. Times are from an idle device to an idle device; the same run
+    measures the link's one-way rates.
     """
     device = bench_device()
     params = int(gigabytes * 1e9) // _BYTES_PER_PARAM
@@ -53,7 +53,7 @@ def measure(
 
 
 def _stepped_optimizer(model: nn.Module, policy: OffloadPolicy) -> Any:
-    """Return an offloaded optimizer with state, without gradients."""
+    """Return an offloaded optimizer that has state; parameters have no gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     offload_optimizer(optimizer, model=model, policy=policy)
     for param in model.parameters():
@@ -77,14 +77,14 @@ def _figures(model: nn.Module, optimizer: Any, link: Link, device: torch.device,
         optimizer.reload_states()
 
     resident_bytes = optimizer.offload_report().memory.kept_state_bytes
-    first_ms = _ms(sleep, device)  # takes and pins the host memory
+    first_ms = _ms(sleep, device)  # the first sleep also allocates and pins host memory
     wake()
     moved_bytes = resident_bytes + offload_model(model)
     reload_model(model)
     times: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {"store": [], "load": []}
     freed_bytes = 0
-    for _ in range(repeats):  # interleaved: the link's rate drifts
+    for _ in range(repeats):  # interleave, as the link's rate drifts
         for direction, found in rates.items():
             found.append(link.gb_per_s(_LINK_CHUNKS, **{direction: True}))
         for emptied in ("", "_with_empty_cache"):
@@ -93,7 +93,7 @@ def _figures(model: nn.Module, optimizer: Any, link: Link, device: torch.device,
             freed_bytes = before_bytes - torch.accelerator.memory_allocated(device)
             times.setdefault("already_home", []).append(_ms(sleep, device))
             times.setdefault(f"wake{emptied}", []).append(_ms(wake, device))
-    # With the model awake: the time of the optimizer's calls if no state has to move.
+    # While the model is awake, time the optimizer's calls when no state has to move.
     sleep_optimizer()
     times["optimizer_already_home"] = [_ms(sleep_optimizer, device) for _ in range(repeats)]
     optimizer.reload_states()
@@ -104,7 +104,7 @@ def _figures(model: nn.Module, optimizer: Any, link: Link, device: torch.device,
     }
     return {
         "moved_bytes": moved_bytes,
-        "freed_bytes": freed_bytes,  # staging among it
+        "freed_bytes": freed_bytes,  # staging included
         "store_gb_per_s": median(rates["store"]),
         "load_gb_per_s": median(rates["load"]),
         "first_sleep_ms": first_ms,
@@ -114,7 +114,7 @@ def _figures(model: nn.Module, optimizer: Any, link: Link, device: torch.device,
 
 
 def _emptying(sleep: Callable[[], None]) -> Callable[[], None]:
-    """Return ``sleep`` that also returns memory to the driver, for other processes; waking has to ask for it again."""
+    """Return a ``sleep`` that also returns free memory to the driver, which the next wake has to allocate again."""
 
     def sleep_and_empty() -> None:
         sleep()

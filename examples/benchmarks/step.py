@@ -1,4 +1,4 @@
-"""Measures how close a step is to the link's rate: streams Adam's state through the device, without a model."""
+"""Measures how close a step, which streams Adam's state through the device, comes to the link's rate; no forward."""
 
 import random
 import sys
@@ -57,7 +57,7 @@ def measure(
     sharded: Annotated[bool, typer.Option(help="DTensors of a one-rank mesh, as fully_shard makes them.")] = True,
     repeats: Annotated[int, typer.Option(help="Measured steps; medians are printed.")] = 9,
 ) -> None:
-    """Measure the time of one step of Adam with fp32 moments, and the two-way bandwidth in the same run."""
+    """Measure the time of a step of Adam with fp32 moments and, interleaved with it, the two-way bandwidth."""
     make_optimizer = optimizer_maker(optimizer_kind, implementation, masters)
     device = bench_device()
     sizes = [(params // tensors,)] * tensors if equal else varied_sizes(params, tensors)
@@ -76,7 +76,7 @@ def measure(
     offloaded = cast(OffloadedOptimizer, optimizer)
     link = Link(device)
     single, queued, two_way = [], [], []
-    for _ in range(repeats):  # interleaved: the link's rate drifts
+    for _ in range(repeats):  # interleave, as the link's rate drifts
         two_way.append(link.gb_per_s(64, load=True, store=True))
         single += wall_ms(optimizer.step, device, repeats=1)
         queued += [ms / 3 for ms in wall_ms(partial(_steps, optimizer, 3), device, repeats=1, warmup=0)]
@@ -149,7 +149,7 @@ def optimizer_maker(
 
 
 def _fused_adam() -> Any:
-    """Import ``FusedAdam`` after torch, whose libraries it needs."""
+    """Import ``FusedAdam``; torch, whose libraries it needs, is imported already."""
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
     except (ImportError, OSError) as error:
@@ -158,12 +158,12 @@ def _fused_adam() -> Any:
 
 
 def _plain_step_ms(optimizer: torch.optim.Optimizer, device: torch.device, *, repeats: int) -> float:
-    """Measure the step of an optimizer without offload; its state has to fit."""
+    """Measure the step of an optimizer without offload, whose state has to fit on the device."""
     return median(wall_ms(optimizer.step, device, repeats=repeats))
 
 
 def varied_sizes(params: int, tensors: int) -> list[tuple[int, ...]]:
-    """Return shapes with about ``params`` elements in all: a wide mix, like a transformer's norms to embeddings."""
+    """Return shapes with about ``params`` elements in all, as mixed as a transformer's, from norms to embeddings."""
     chooser = random.Random(0)
     weights = [chooser.choice((1, 2, 4, 8, 16, 64, 256, 512)) * chooser.uniform(0.7, 1.3) for _ in range(tensors)]
     scale = params / sum(weights)
@@ -174,14 +174,14 @@ def varied_sizes(params: int, tensors: int) -> list[tuple[int, ...]]:
 def plain_model(
     shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Make a model with parameters of the given shapes, and their gradients."""
+    """Make a model with parameters and gradients of the given shapes."""
     return _with_gradients(_of_parameters(shapes, device, dtype))
 
 
 def sharded_model(
     shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Make a model like :func:`plain_model`, of DTensors on a mesh of one rank, and its process group."""
+    """Make a model like :func:`plain_model`, but of DTensors on a mesh of one rank; start a process group if needed."""
     if not dist.is_initialized():
         _init_process_group(device)
     model = _of_parameters(shapes, device, dtype)
@@ -191,7 +191,7 @@ def sharded_model(
 
 def _init_process_group(device: torch.device) -> None:
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
-    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())  # checkpoints need the CPU's as well
+    backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())  # checkpoints communicate on the CPU
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 

@@ -2,8 +2,8 @@
 
     Chrome trace ──timeline_of──▶ Timeline ──draw──▶ PNG
 
-A trace holds the host's events (ranges, launches) and the device's (kernels, copies), each at its own time, as the host
-runs ahead. A kernel or copy belongs to the range in which it was *launched*; a correlation id names that launch. The
+A trace has events of the host (ranges, launches) and of the device (kernels, copies). The host runs ahead, so a kernel
+or copy runs later than the range that *launched* it, to which it belongs; a correlation id leads to its launch. The
 picture shows the device's times only.
 """
 
@@ -33,7 +33,7 @@ _REDUCING_KERNEL = re.compile(r"nccl\w*Reduce")
 
 
 def phase(name: str) -> AbstractContextManager[Any]:
-    """Record a range of a training loop for :func:`timeline_of`: forward, backward, clip or step."""
+    """Record a range of a training loop for :func:`timeline_of`; ``name``: forward, backward, clip or step."""
     return torch.profiler.record_function(f"train {name}")
 
 
@@ -44,7 +44,7 @@ class Lane(Enum):
     GATHER = "gather"  # fully_shard's streams
     REDUCE = "reduce"
     LOAD = "load, H2D"
-    UPDATE = "update"  # on any stream; the plain optimizer's too
+    UPDATE = "update"  # on any stream, by offloaded and plain optimizers
     STORE = "store, D2H"
 
 
@@ -53,7 +53,7 @@ _LANES = {"L": Lane.LOAD, "U": Lane.UPDATE, "S": Lane.STORE}
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel or a copy, in milliseconds from the start of the iteration; ``bucket``: of a load, update or store."""
+    """A kernel or copy, in milliseconds from the iteration's start; ``bucket``: number, for loads, updates, stores."""
 
     lane: Lane
     begin_ms: float
@@ -63,7 +63,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Phase:
-    """Part of an iteration on the compute stream, from the end of the phase before to the start of the next."""
+    """Part of an iteration, from its start on the compute stream to the start of the next part."""
 
     name: str
     begin_ms: float
@@ -72,12 +72,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One iteration, from the start of its forward to that of the next one.
+    """One iteration, from the start of its forward to the start of the next forward.
 
     Attributes:
-        ms: its length.
-        phases: its phases, in order.
-        spans: kernels and copies in that time, launched by any iteration, by their start.
+        ms: length of the iteration.
+        phases: phases of the iteration, in order.
+        spans: kernels and copies that ran in this time, whichever iteration launched them, ordered by start.
     """
 
     ms: float
@@ -85,21 +85,21 @@ class Timeline:
     spans: tuple[Span, ...]
 
     def busy_ms(self, lane: Lane) -> float:
-        """Return the time in which the lane was busy."""
+        """Return the milliseconds in which the lane was busy."""
         spans = self._of(lane)
         busy_until = accumulate((span.end_ms for span in spans), max, initial=0.0)
-        pairs = zip(spans, busy_until, strict=False)  # each with the latest end before it; the last end is left over
+        pairs = zip(spans, busy_until, strict=False)  # (span, latest end before it); the last end is unused
         return sum((max(0.0, span.end_ms - max(span.begin_ms, until_ms)) for span, until_ms in pairs), 0.0)
 
     def waits(self) -> list[tuple[float, float]]:
-        """Return the times without computation or update: start and length in milliseconds."""
+        """Return the gaps without computation or update: (start, length) in milliseconds."""
         busy = [span for span in self.spans if span.lane in (Lane.COMPUTE, Lane.UPDATE)]
         begins_ms = [*(span.begin_ms for span in busy), self.ms]
         until_ms = accumulate((span.end_ms for span in busy), max, initial=0.0)
         return [(end, begin - end) for begin, end in zip(begins_ms, until_ms, strict=True) if begin > end]
 
     def bars(self, lane: Lane, least_gap_ms: float) -> list[Span]:
-        """Return the spans of a lane; join those of one bucket with gaps below ``least_gap_ms``."""
+        """Return the spans of a lane; join successive spans of one bucket if the gap is below ``least_gap_ms``."""
         bars: list[Span] = []
         for span in self._of(lane):
             last = bars[-1] if bars else None
@@ -121,9 +121,9 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def timeline_of(trace: Mapping[str, Any]) -> Timeline:
-    """Return the last iteration of a trace that another one follows, or the only one.
+    """Return the last iteration of a trace that another iteration follows, or the only one.
 
-    In a trace without a device, the innermost ops of the host count.
+    In a trace without a device, the host's innermost ops take the place of kernels.
 
     Args:
         trace: trace that ``export_chrome_trace`` wrote, with ranges of :func:`phase`.
@@ -164,7 +164,7 @@ class _Work(NamedTuple):
     stream: object
     begin_us: float
     end_us: float
-    launch_us: float  # before everything, where the launch is not in the trace
+    launch_us: float  # -inf if the launch is not in the trace
 
 
 def _device_work(events: Sequence[_Event]) -> list[_Work]:
@@ -186,7 +186,7 @@ def _device_work(events: Sequence[_Event]) -> list[_Work]:
 
 
 def _host_work(events: Sequence[_Event]) -> list[_Work]:
-    """Return the ops that contain no other op."""
+    """Return the host's ops that contain no other op."""
     threads: dict[object, list[_Event]] = {}
     for event in events:
         if event["cat"] == "cpu_op":
@@ -204,7 +204,7 @@ def _host_work(events: Sequence[_Event]) -> list[_Work]:
 class _Ranges:
     """Ranges of the host whose names match a pattern.
 
-    Ranges of different threads do not overlap: while a backward runs in its own threads, its caller waits.
+    Assumes that ranges do not overlap, even in different threads: the caller of a backward waits for its threads.
     """
 
     def __init__(self, events: Iterable[_Event], pattern: re.Pattern[str]) -> None:
@@ -214,7 +214,7 @@ class _Ranges:
         )
 
     def around(self, work: _Work) -> tuple[str, ...] | None:
-        """Match the name of the range in which ``work`` was launched."""
+        """Return the pattern's groups for the range in which ``work`` was launched; None outside of all ranges."""
         number = bisect.bisect_right(self._ranges, work.launch_us, key=lambda one: one[0]) - 1
         if number < 0:
             return None
@@ -223,7 +223,7 @@ class _Ranges:
 
 
 class _ComputeStream:
-    """Stream of forward and backward: the busiest, not counting our own work and collectives that wait for others."""
+    """The stream of forward and backward: the busiest one, without our own work and NCCL's kernels, which may wait."""
 
     def __init__(self, works: Sequence[_Work], actions: _Ranges) -> None:
         busy_us: dict[object, float] = {}
@@ -233,10 +233,10 @@ class _ComputeStream:
         self.stream = max(busy_us, key=busy_us.__getitem__, default=None)
         mine = sorted((work.launch_us, work.end_us) for work in works if work.stream == self.stream)
         self._launches_us = [launch_us for launch_us, _ in mine]
-        self._ends_us = [end_us for _, end_us in mine]  # a stream works in order
+        self._ends_us = [end_us for _, end_us in mine]  # in order, as a stream runs what it is given in order
 
     def done_us(self, host_us: float, default_us: float) -> float:
-        """Return when the stream finished the work launched before ``host_us``; the default if there is none."""
+        """Return when the stream finished the work launched before ``host_us``; ``default_us`` if there is none."""
         number = bisect.bisect_left(self._launches_us, host_us)
         return self._ends_us[number - 1] if number else default_us
 
@@ -251,7 +251,7 @@ def _phase_bounds_us(
     if not forwards_us:
         raise ValueError("the trace holds no range 'train forward', which marks the start of an iteration")
     this_us, next_us = forwards_us[-2:] if len(forwards_us) > 1 else (forwards_us[0], math.inf)
-    # The first iteration begins with its first work; the last one ends with its last work.
+    # The first iteration of a trace begins with its first work; the last one ends with its last work.
     first_us = min((work.begin_us for work in works if work.launch_us >= this_us), default=0.0)
     last_us = max(work.end_us for work in works)
     phases = [(name, compute.done_us(host_us, first_us)) for host_us, name in on_host if this_us <= host_us < next_us]
@@ -281,7 +281,7 @@ def _lanes_of(
 # Drawing ------------------------------------------------------------------------------------------------------------
 
 _WIDTH_INCHES, _DPI = 24, 120
-_PIXELS = 0.94 * _WIDTH_INCHES * _DPI  # of the time axis; the rest are the names of the rows
+_PIXELS = 0.94 * _WIDTH_INCHES * _DPI  # width of the time axis; names of rows take the other 6 %
 _COLORS = {
     Lane.COMPUTE: "#4c566a",
     Lane.GATHER: "#8f6fb0",
@@ -293,7 +293,7 @@ _COLORS = {
 
 
 def check_matplotlib() -> None:
-    """Check that pictures can be drawn, before measuring for them.
+    """Check that matplotlib is there, before the time is spent on measurements for pictures.
 
     Raises:
         SystemExit: matplotlib is missing.
@@ -305,7 +305,7 @@ def check_matplotlib() -> None:
 
 
 def new_figure(width_inches: float, height_inches: float, **options: Any) -> Any:
-    """Return a figure of matplotlib that draws into memory, without a display or a change of the user's settings.
+    """Return a matplotlib figure that draws into memory: needs no display, changes no setting of the user.
 
     Raises:
         SystemExit: matplotlib is missing.
@@ -322,8 +322,8 @@ def new_figure(width_inches: float, height_inches: float, **options: Any) -> Any
 def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
     """Write a PNG or an SVG with the timelines one below another, on one scale, with a row for each lane.
 
-    Bucket numbers are drawn where they fit, and neighbouring buckets differ in shade. Pale red marks waits of the
-    device. Spans are at least a pixel wide, and gaps narrower than a pixel are not drawn.
+    Bucket numbers are drawn where they fit; even and odd buckets differ in shade. Pale red marks times in which the
+    device waits. Spans are at least a pixel wide; gaps narrower than a pixel are not drawn.
 
     Raises:
         SystemExit: matplotlib is missing.

@@ -1,10 +1,10 @@
-"""Measures the cost of offloading for an iteration of a GPT under ``fully_shard``, by policy.
+"""Measures what offloading costs an iteration of a GPT under ``fully_shard``, for each policy.
 
 On several devices: ``torchrun --standalone --nproc-per-node 2 -m examples.benchmarks train``.
 
-``--only`` takes names of policies, also with an ending for the share of steps that clip by a norm that binds:
-``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``, and likewise for all policies. Each is
-compared with ``plain`` of the same ending. Without an ending the norm never binds, and ``iteration`` does not clip.
+``--only`` takes names of policies. An ending says in which steps the norm binds, so that clipping changes gradients:
+``iteration_never``, ``iteration_rarely`` (one step of 20), ``iteration_always``; likewise for all policies, compared to
+``plain`` of the same ending. Without an ending it never binds, and policies that update in the backward do not clip.
 
 ``--traces FOLDER`` writes a Chrome trace of three settled iterations of each policy (for ui.perfetto.dev), a picture of
 the middle one, and a picture of all policies on one scale.
@@ -40,11 +40,11 @@ _MIB = 1 << 20
 _MEMORY = ("peak", "reserved")
 
 SETTLE_ITERATIONS = 17
-"""Iterations before measuring. The first creates the state. In the next ones the overlap learns the order in which
-gradients become final, and the allocator grows; the choices of "auto" are in force from the sixteenth on. All policies
-have the same number, so that their losses can be compared."""
+"""Iterations before measuring. The first one creates the state. In the next ones, the overlap learns in which order
+gradients become final, and the allocator grows; the choices of "auto" apply from the sixteenth on. All policies have
+the same number of iterations, so that their losses can be compared."""
 
-# Fields of OffloadPolicy beyond those of the command line. The limited policies get --device-mib.
+# Name → fields of OffloadPolicy, in addition to those of the command line. Limited policies also get --device-mib.
 POLICIES: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "step": {},
@@ -59,9 +59,9 @@ POLICIES: dict[str, dict[str, Any] | None] = {
 }
 
 RARELY = 20
-"""One in this many steps is clipped."""
+"""With the ending ``rarely``, the norm binds in one of this many steps."""
 
-# By ending of a policy's name: whether a step is clipped by a norm that binds.
+# Ending of a policy's name → whether the norm binds in a step, so that clipping changes gradients.
 CLIPPED: dict[str, Callable[[int], bool]] = {
     "never": lambda step: False,
     "rarely": lambda step: step % RARELY == RARELY - 1,
@@ -94,7 +94,7 @@ def measure(
         traces.mkdir(parents=True, exist_ok=True)
     with _process_group() as device:
         bench = Bench(device, layers, width, sequences, length, clip=clip)
-        parts = bench.parts() | _copy_times(device, bench.state_bytes)  # on all ranks
+        parts = bench.parts() | _copy_times(device, bench.state_bytes)  # all ranks take part
         is_first_rank = dist.get_rank() == 0
         if is_first_rank:
             print_record(
@@ -112,7 +112,7 @@ def measure(
                 trace = trace_path(traces, name) if traces is not None and is_last else None
                 clipped = CLIPPED.get(name.rpartition("_")[2])
                 found[name].append(bench.measure(policy, iterations, trace, clipped))
-                if is_first_rank and is_last:  # at once, so that an interrupted run keeps its figures
+                if is_first_rank and is_last:  # print now, so that an interrupted run keeps its figures
                     _print(name, found[name], found[f"plain{_ending_of(name)}"], bench.state_bytes)
         if is_first_rank and traces is not None:
             draw_all(traces, list(policies))
@@ -133,7 +133,7 @@ def _measure_cpu_offload_policy(device: torch.device, sizes: tuple[int, int, int
 
 
 def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> dict[str, OffloadPolicy | None]:
-    """Return the policies that ``--only`` names, or all; limited ones with ``limit_bytes``."""
+    """Return the policies that ``--only`` names, or all; limited ones get ``limit_bytes`` as ``device_bytes``."""
     wanted = only.split(",") if only else list(POLICIES)
     wanted += [f"plain{_ending_of(name)}" for name in wanted]
     endings = ["", *(f"_{ending}" for ending in CLIPPED)]
@@ -153,7 +153,7 @@ def chosen_policies(only: str, common: Mapping[str, Any], limit_bytes: int) -> d
 
 
 def _ending_of(name: str) -> str:
-    """Return a policy name's ending for how often its loop clips, with the underscore; empty if it has none."""
+    """Return a policy name's ending in CLIPPED, with its underscore; empty if the name has none."""
     ending = name.rpartition("_")[2]
     return f"_{ending}" if ending in CLIPPED else ""
 
@@ -260,7 +260,7 @@ class Bench:
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy or FSDPOffloadPolicy())
         self._model: nn.Module = model
-        self._params = list(model.parameters())  # the shards; after a forward, the root has others for a while
+        self._params = list(model.parameters())  # shards; while the root is gathered, its parameters are others
         self._start = [local_shard(param).detach().to("cpu", copy=True) for param in self._params]
         self.params = sum(param.numel() for param in self._params)
         self.state_bytes = sum(8 * local_shard(param).numel() for param in self._params)
@@ -285,7 +285,7 @@ class Bench:
         return {"forward_ms": forward, "backward_ms": both - forward, "update_ms": update, "clip_ms": clip}
 
     def _clip_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        # A norm that does not bind: all of its work, and the same bits afterwards.
+        # A norm of 1e9 never binds: clipping does all of its work, and changes no bit. 1e-3 is meant to bind.
         clip_grad_norm_(optimizer, 1e-3 if self._clipped(self._steps) else 1e9)
 
     def measure(
@@ -295,7 +295,7 @@ class Bench:
         trace: Path | None,
         clipped: Callable[[int], bool] | None = None,
     ) -> dict[str, Any]:
-        """Measure the milliseconds of a settled iteration and the bytes by place; then write a trace, if asked."""
+        """Measure the milliseconds of a settled iteration, and bytes by place; write a trace afterwards, if asked."""
         with self.settled(policy, clipped) as (optimizer, clip):
             torch.accelerator.reset_peak_memory_stats(self._device)
             dist.barrier()
@@ -312,7 +312,7 @@ class Bench:
         return result
 
     def measure_unsettled(self, iterations: int) -> dict[str, Any]:
-        """Measure the milliseconds of a plain iteration and device bytes, for training that is too slow to settle."""
+        """Measure a plain iteration's milliseconds and device bytes after two others: settling would take too long."""
         optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
         self.iterate(optimizer, 2)
         return {
@@ -322,10 +322,10 @@ class Bench:
         }
 
     def _settled_ms(self, optimizer: torch.optim.Optimizer, count: int, *, clip: bool) -> float:
-        """Time an iteration among others, on the model's stream, from the end of one step() to that of another.
+        """Return the mean time of an iteration on the model's stream, over ``count`` of them, from step() to step().
 
-        It would be longer from an idle device to an idle one: transfers that the last step leaves to a forward would
-        have none to hide behind.
+        From an idle device to an idle device, the time would be longer: transfers that the last step leaves to the next
+        forward would have no forward to hide behind.
         """
         self.iterate(optimizer, 1, clip=clip)
         compute = device_link(self._device).lanes(serial=False).compute
@@ -339,11 +339,11 @@ class Bench:
     def settled(
         self, policy: OffloadPolicy | None, clipped: Callable[[int], bool] | None = None
     ) -> Iterator[tuple[torch.optim.Optimizer, bool]]:
-        """Train from the initial parameters; yield the optimizer after some iterations, and whether to clip.
+        """Train SETTLE_ITERATIONS from the initial parameters; yield the optimizer, and whether further steps clip.
 
         Args:
             policy: policy; ``None`` for the plain optimizer.
-            clipped: whether the norm binds in a step. By default never; updates in the backward then go unclipped.
+            clipped: whether the norm binds in a step. If None, it never does, and updates in the backward do not clip.
         """
         self._clipped, self._steps = clipped or CLIPPED["never"], 0
         with torch.no_grad():
@@ -354,7 +354,7 @@ class Bench:
         gc.collect()
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
-            torch.accelerator.reset_peak_memory_stats(self._device)  # as in a process that has not trained yet
+            torch.accelerator.reset_peak_memory_stats(self._device)  # as in a fresh process
         if policy is not None:
             offload_optimizer(optimizer, model=self._model, policy=policy)
         clip = self._clip and (policy is None or not policy.updates_in_backward or clipped is not None)
@@ -381,10 +381,10 @@ class Bench:
         }
 
     def trace(self, optimizer: torch.optim.Optimizer, path: Path, *, clip: bool) -> None:
-        """Write a Chrome trace of an iteration between two others, on the first rank.
+        """Write a Chrome trace of three iterations on the first rank; the middle one is to be drawn.
 
-        Work of the iteration before still runs when one begins, and its own work ends in the next one: alone it would
-        seem not to overlap. In the first of the three, the profiler starts up.
+        An iteration's work begins while work of the last one still runs, and ends during the next one. So a single
+        iteration would seem not to overlap. During the first of the three, the profiler starts up.
         """
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
@@ -396,7 +396,7 @@ class Bench:
             profiler.export_chrome_trace(str(path))
 
     def _reshard(self) -> None:
-        """Reshard the root, which stays gathered after a forward without a backward and would not see the next step."""
+        """Reshard the root: after a forward without a backward it stays gathered, and would miss the next update."""
         for module in fsdp_modules(self._model):
             module.reshard()
 
@@ -407,7 +407,7 @@ class Bench:
                 loss = self._model(self._tokens)
             with phase("backward"):
                 loss.backward()
-            del loss  # and its graph, before the next forward makes another one
+            del loss  # frees its graph before the next forward makes another one
             if clip:
                 with phase("clip"):
                     self._clip_gradients(optimizer)
@@ -418,7 +418,7 @@ class Bench:
 
 
 def _forget(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.state.clear()  # so that no state is copied back to the device
+    optimizer.state.clear()  # else remove_offload would copy all state back to the device
     remove_offload(optimizer)
 
 

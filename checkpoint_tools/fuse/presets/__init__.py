@@ -1,4 +1,4 @@
-"""Rules of frameworks by name, as data: a TOML file each, whose first line says what it is for."""
+"""Presets: named rules for frameworks, one TOML file each; a file's first line says what its rules are for."""
 
 from importlib import resources
 
