@@ -358,22 +358,23 @@ def draw_front(found: Sequence[dict[str, Any]], path: Path) -> None:
     Raises:
         SystemExit: matplotlib is missing.
     """
-    figure = new_figure(5, 4.4)  # inches: readable on a telephone, too
-    axes = figure.subplots()
+    axes = (figure := new_figure(5, 5.4)).subplots()  # inches: readable on a telephone, too
+    policies: dict[str, str] = {}  # markers: names at the points would lie on each other
     for number, rows in enumerate(_trainings(found)):
         first, label = rows[0], "{model}, {batch} × {tokens:,} tokens".format(**rows[0])
         label += f" on each of {first['ranks']}" if first["ranks"] > 1 else ""
-        shown = [one for one in rows if "over_plain" in one and not one["row"].startswith("plain")]
-        for at, one in enumerate(sorted(shown, key=lambda one: int(one.get("freed_bytes", 0)))):
+        axes.plot([], [], "_", color=f"C{number}", markeredgewidth=4, label=label)
+        for one in [row for row in rows if "over_plain" in row and not row["row"].startswith("plain")]:
+            marker = policies.setdefault(one["row"], "osD^vP*X<>"[len(policies) % 10])
             point = (one.get("freed_bytes", 0) / 1e9, 100 * (one["over_plain"] - 1))
-            axes.plot(*point, "osD^v"[number % 5], color=f"C{number}", label=label)
-            # Points are close to each other: put their names on alternating sides.
-            side, *place = (("right", -6, 5), ("left", 7, -3), ("right", -6, -12), ("left", 6, -12))[at % 4]
-            axes.annotate(one["row"], point, xytext=place, ha=side, textcoords="offset points", fontsize=9)
-            label = "_"  # only the first point of a training enters the legend
+            axes.plot(*point, marker, color=f"C{number}", markersize=8, alpha=0.8)
+    for policy, marker in policies.items():
+        axes.plot([], [], marker, color="#4c566a", label=policy)
     axes.plot(0, 0, "x", color="#4c566a", label="without offload")
     axes.set_xlabel("GB freed: plain's peak less the row's")
-    axes.set_ylabel("% of time over plain, median iteration")
+    axes.set_ylabel("% of time over plain")
+    axes.set_yscale("symlog", linthresh=5, linscale=2)  # most rows are within 5 %
+    axes.set_yticks(ticks := (0, 1, 2, 3, 4, 5, 10, 20, 50, 100), map(str, ticks))
     device = ", ".join(sorted({one["device"] for one in found if "device" in one}))
     figure.legend(fontsize=9, loc="outside upper center", ncols=2, title=device, title_fontsize=9)
     axes.grid(linewidth=0.3)
