@@ -18,7 +18,7 @@ import torch
 
 from .. import rewrite
 from ..core.text import CheckpointError, is_excluded, some_of
-from ..fuse.files import COMMON_FILE, FORMAT_FILE, Request, read_groups, with_told
+from ..fuse.files import COMMON_FILE, FORMAT_FILE, RECORD_FILE, Request, read_groups, with_told
 from ..fuse.names import sorted_out
 from ..fuse.plan import Exchange, listed
 from ..fuse.rules import MAX_KEY, Rule, Way, rules_of, tables_in, template_filled, template_pattern
@@ -186,7 +186,8 @@ def translate(
                 request = Request(step.rules, known, left_out, is_sure=True)
                 new = rewrite.plan(old, step.way, request)
             is_last = number + 1 == len(work)
-            sidecars: dict[str, bytes | None] = dict.fromkeys(old.sidecars)  # without a record of this step's split
+            # No record of splits, neither of this step's nor of the source's, whose names are gone.
+            sidecars: dict[str, bytes | None] = dict.fromkeys(file for file in old.sidecars if file != RECORD_FILE)
             if is_last and frameworks[1] == "megatron":  # files that Megatron-Core expects with torch_dist
                 torch.save({}, buffer := io.BytesIO())
                 sidecars = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: _TORCH_DIST.read_bytes(), **sidecars}

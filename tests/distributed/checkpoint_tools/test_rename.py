@@ -118,7 +118,10 @@ def test_the_optimizers_state_comes_along(tmp_path: Path) -> None:
     model = model_of("llama")
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, stepped(model))}
     source = save(tmp_path / "source", state)
+    (source / "config.json").write_text("{}")
+    (source / "split_record.json").write_text("of names that the target lacks")
     there = renamed("llama", source, tmp_path / "there", "torchtitan", *VALUES)
+    assert {"config.json", "split_record.json"} & {file.name for file in there.iterdir()} == {"config.json"}
     moments = values_of(source)["optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg"]
     found = values_of(there)["optim.state.layers.1.attention.qkv_linear.wq.weight.exp_avg"]
     assert same_bits(found, moments.view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16))
