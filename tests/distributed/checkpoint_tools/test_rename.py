@@ -1,5 +1,6 @@
 """Names between frameworks: from Hugging Face's to torchtitan's to Megatron's and back, and loaded where they are."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import transformers as hf
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from checkpoint_tools import rewrite
+from checkpoint_tools.fuse import files
 from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.megatron import LAYERS, TOKENS, Training, cpu_for_cuda
 from tests.checkpoint_tools.saves import same_bits, save
@@ -119,9 +121,10 @@ def test_the_optimizers_state_comes_along(tmp_path: Path) -> None:
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, stepped(model))}
     source = save(tmp_path / "source", state)
     (source / "config.json").write_text("{}")
-    (source / "split_record.json").write_text("of names that the target lacks")
+    record = {"format": files._FORMAT, "crc32": files._crc([]), "splits": []}  # its names would be those of the source
+    (source / files.RECORD_FILE).write_text(json.dumps(record))
     there = renamed("llama", source, tmp_path / "there", "torchtitan", *VALUES)
-    assert {"config.json", "split_record.json"} & {file.name for file in there.iterdir()} == {"config.json"}
+    assert {"config.json", files.RECORD_FILE} & {file.name for file in there.iterdir()} == {"config.json"}
     moments = values_of(source)["optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg"]
     found = values_of(there)["optim.state.layers.1.attention.qkv_linear.wq.weight.exp_avg"]
     assert same_bits(found, moments.view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16))
