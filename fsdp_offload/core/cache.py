@@ -105,7 +105,7 @@ class Moved:
 
     Attributes:
         updates: buckets updated, on the device or on the CPU.
-        held_updates: buckets that were to wait for ``step()``, since others held tensors over their bytes.
+        held_updates: buckets that waited for ``step()``, since others held tensors over their bytes.
     """
 
     loaded_bytes: int = 0

@@ -397,7 +397,7 @@ class Core:
     def end(self) -> bool:
         """End the iteration, whose step is complete; return whether it repeated the one before."""
         first = not self.timeline.cycle
-        self.cache.moved.held_updates = len(self.reductions.held)
+        self.cache.moved.held_updates = 0 if self.frees_all else len(self.reductions.held)
         self.reductions.end()
         self.updates = None
         self.timeline.end()  # after an interrupt from here on, the step is over, and only time is lost

@@ -293,6 +293,7 @@ def test_without_room_for_gradients_updates_do_not_wait(mesh: DeviceMesh, monkey
         for each in (plain, loop):
             each.step()
         assert same(plain, loop)
+        assert "waited for step()" not in str(offload_report(loop.optimizer))
 
 
 # Threads --------------------------------------------------------------------------------------------------------------
