@@ -137,6 +137,20 @@ def changed(folder: Path, name: str, edit: Callable[[Metadata], object]) -> Path
     return copy
 
 
+def edit_file(file: Path, edit: Callable[[Any], object]) -> None:
+    """Change what torch.save has written."""
+    value = torch.load(file, weights_only=False)
+    edit(value)
+    torch.save(value, file)
+
+
+def flip_bit(file: Path, at: int | None = None) -> None:
+    """In the middle, if nobody says where."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    file.write_bytes(content)
+
+
 def chunks_in(metadata: Metadata, key: str) -> list[Any]:
     """The chunks of a tensor in torch's own metadata."""
     return metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]

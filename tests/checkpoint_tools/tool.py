@@ -72,6 +72,12 @@ def as_json(*command: object, code: int = 0) -> Any:
     return json.loads(shown(*command, "--json", code=code))
 
 
+def with_names(folder: Path, names: object) -> tuple[object, ...]:
+    """The option with which the optimizer's parameters are named, by a file in this folder."""
+    (folder / "names.json").write_text(json.dumps(names))
+    return "--names", folder / "names.json"
+
+
 def assert_one_line(ran: Run, *matches: str) -> None:
     """An error of one line, and nothing else."""
     assert ran.returncode == 2, ran.stdout + ran.stderr

@@ -13,7 +13,7 @@ import torch
 from checkpoint_tools import preset, preset_names, seal
 from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools import tool
-from tests.checkpoint_tools.saves import WITH_FUSED, Opaque, Trap, rule, save
+from tests.checkpoint_tools.saves import WITH_FUSED, Opaque, Trap, flip_bit, rule, save
 
 RECORD = "split_record.json"
 
@@ -175,9 +175,7 @@ def test_what_is_too_much_is_left_and_what_is_damaged_not_copied(tmp_path: Path)
     assert "note: copied: 1/2/3/4/deep.txt, a.json, z.json\n" in told
     assert "note: not copied, as not of the checkpoint: .hidden, large.log, many/\n" in told
     torch.save({"lr": torch.ones(50_000)}, source / "common.pt")
-    content = bytearray((source / "common.pt").read_bytes())
-    content[100_000] ^= 1
-    (source / "common.pt").write_bytes(content)
+    flip_bit(source / "common.pt", 100_000)
     with pytest.raises(CheckpointError, match=r"common.pt is not what torch.save writes .* would be copied as it is"):
         tool.made("split", source, tmp_path / "split", rule())
     assert not (tmp_path / "split").exists()
