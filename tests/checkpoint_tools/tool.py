@@ -135,6 +135,12 @@ def metadata_of(path: Path | str) -> Metadata:
     return pickle.loads(files.cat_file(f"{root}/.metadata"))
 
 
+def place_of(path: Path | str, key: str) -> Any:
+    """Which file has an item, its offset and its length."""
+    (info,) = (info for index, info in metadata_of(path).storage_data.items() if index.fqn == key)
+    return info
+
+
 def values_of(path: Path | str) -> dict[str, Any]:
     """Everything in a checkpoint of DCP, by flat key, as torch loads it."""
     found: dict[str, Any] = {

@@ -37,14 +37,15 @@ def fused(tmp_path: Path) -> Path:
     return save(tmp_path / "fused", WITH_FUSED)
 
 
-# inspect, verify, diff -----------------------------------------------------------------------------------------------
+# What is printed -----------------------------------------------------------------------------------------------------
 
 
-def test_inspect_verify_and_diff_print(saved: Path, tmp_path: Path) -> None:
+def test_what_commands_print(saved: Path, tmp_path: Path) -> None:
     save_file({"a.weight": torch.tensor([1.0, torch.nan])}, file := tmp_path / "model.safetensors")
     a = save(tmp_path / "a", {"x": torch.zeros(4), "y": torch.ones(2), "lr": 0.1})
     b = save(tmp_path / "b", {"x": torch.tensor([0.0, 0.25, 0, 0]), "y": torch.ones(2), "z": torch.ones(1), "lr": 0.1})
     whole = "whole (7 tensors, 2 objects, ", "checked: structure, files, finite values"
+    planned = "to be written: 7 tensors as safetensors"
     for command, code, texts in (
         (("inspect", saved), 0, ("layers.10.weight", "4 × 5", "optim exp_avg", "7 tensors, 2 objects in 1 file")),
         (("inspect", file), 0, ("a.weight  2",)),
@@ -53,15 +54,17 @@ def test_inspect_verify_and_diff_print(saved: Path, tmp_path: Path) -> None:
         (("diff", a, b), 1, ("1 of 4 differ", "0.25", "only in B", "different: 2 of 4 keys\n")),
         (("diff", a, b, "y", "lr"), 0, ("the same: 2 keys, bit by bit\n",)),
         (("diff", a, b, "x", "--atol", 0.25), 0, ("the same: 1 key, within the tolerance\n",)),
+        (("convert", saved, tmp_path / "new", "--dry-run"), 0, ("model-00001-of-00001.safetensors", planned)),
+        (("convert", saved, tmp_path / "made"), 0, (f"{tmp_path}/made: 7 tensors as safetensors, ",)),
+        (("convert", tmp_path / "made", tmp_path / "back", "--to", "dcp"), 0, (f"{tmp_path}/back: 7 tensors",)),
     ):
         printed = tool.shown(*command, code=code)
         assert all(text in printed for text in texts), (command, printed)
+    assert tool.names(tmp_path) == ["a", "b", "back", "made", "model.safetensors"]
+    tool.assert_same(tmp_path / "back", saved)
     tiling = json.loads(tool.shown("inspect", file, "--tiling", "a.weight", "--json"))
     assert tiling["chunks"][0]["bare_dtype"] == "float32"
     assert "optim" not in tool.shown("inspect", saved, "model.*")
-
-
-# split, merge, convert -----------------------------------------------------------------------------------------------
 
 
 def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
@@ -85,18 +88,6 @@ def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
     nested = torch.load(tmp_path / "split.pt")
     assert nested["optim"]["param_groups"] == [{"lr": 0.5, "params": [GATE, UP, DOWN]}]
     assert torch.equal(nested["optim"]["state"][UP]["exp_avg"], WITH_FUSED["optim"]["state"][FUSED]["exp_avg"][4:])
-
-
-def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
-    planned = tool.shown("convert", saved, tmp_path / "made", "--dry-run")
-    assert "model-00001-of-00001.safetensors" in planned
-    assert "to be written: 7 tensors as safetensors" in planned
-    assert tool.names(tmp_path) == []
-    last = tool.shown("convert", saved, "made", "--shard-size", 100, "--threads", 1, cwd=tmp_path).splitlines()[-1]
-    assert last.startswith("made: 7 tensors as safetensors, ")
-    tool.shown("convert", "made", "back", "--to", "dcp", cwd=tmp_path)
-    tool.assert_same(tmp_path / "back", saved)
-    assert tool.names(tmp_path) == ["back", "made"]
 
 
 def test_diff_says_which_side_is_split(fused: Path, tmp_path: Path) -> None:

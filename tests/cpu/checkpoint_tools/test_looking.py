@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from checkpoint_tools import cli
 from checkpoint_tools.core.text import CheckpointError, human_bytes, natural_order, parse_bytes
 from tests.checkpoint_tools.saves import PLAIN, WEIGHT, changed, chunks_in, save, save_on_two_ranks, without_checksums
-from tests.checkpoint_tools.tool import as_json, assert_one_line, load, metadata_of, run, shown
+from tests.checkpoint_tools.tool import as_json, assert_one_line, load, metadata_of, place_of, run, shown
 
 LR, OTHER = "optim.param_groups.0.lr", "model.layers.2.weight"
 
@@ -40,8 +40,7 @@ def problems_of(folder: Path, *options: object) -> list[tuple[str, str]]:
 
 
 def file_of(folder: Path, key: str) -> Path:
-    (info,) = (info for index, info in metadata_of(folder).storage_data.items() if index.fqn == key)
-    return folder / info.relative_path
+    return folder / place_of(folder, key).relative_path
 
 
 # What is there -------------------------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ def test_metadata_that_are_cut_short_or_something_else(saved: Path, tmp_path: Pa
 # Metadata that contradict themselves, or the data --------------------------------------------------------------------
 
 
-def place_of(metadata: Metadata, key: str, *offsets: int) -> Any:
+def info_of(metadata: Metadata, key: str, *offsets: int) -> Any:
     return metadata.storage_data[MetadataIndex(key, offsets)]
 
 
@@ -175,7 +174,7 @@ def contradictions(metadata: Metadata) -> None:
 def an_empty_chunk(metadata: Metadata) -> None:
     """Inside of a chunk that is not empty; torch itself puts them at the end."""
     chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 5])))
-    metadata.storage_data[MetadataIndex(WEIGHT, (2, 0))] = place_of(metadata, "nothing", 0, 0)
+    metadata.storage_data[MetadataIndex(WEIGHT, (2, 0))] = info_of(metadata, "nothing", 0, 0)
 
 
 def another_dtype(metadata: Metadata) -> None:
@@ -188,7 +187,7 @@ def another_shape(metadata: Metadata) -> None:
 
 
 def another_item(metadata: Metadata) -> None:
-    place_of(metadata, WEIGHT, 0, 0).relative_path = place_of(metadata, OTHER, 0).relative_path
+    info_of(metadata, WEIGHT, 0, 0).relative_path = info_of(metadata, OTHER, 0).relative_path
 
 
 CONTRADICTIONS: list[tuple[Any, list[str]]] = [
@@ -207,7 +206,7 @@ CONTRADICTIONS: list[tuple[Any, list[str]]] = [
     (another_item, ["are in the same bytes, from 0 on"]),
     *(
         (
-            lambda metadata, path=path: setattr(place_of(metadata, WEIGHT, 0, 0), "relative_path", path),
+            lambda metadata, path=path: setattr(info_of(metadata, WEIGHT, 0, 0), "relative_path", path),
             [f"{WEIGHT}: its data would be in {path!r}, outside of the checkpoint", f"{WEIGHT}: 20 of 20 elements"],
         )
         for path in ("../outside", "/etc/passwd", "a/../../outside", "", "c:\\file", "s3://bucket/file")
@@ -250,7 +249,7 @@ def in_the_same_bytes(metadata: Metadata) -> None:
     first, second = chunks_in(metadata, "model.fused")
     second.offsets, second.sizes = torch.Size([4, 0]), torch.Size([4, 6])
     metadata.state_dict_metadata["model.fused"].size = torch.Size([8, 6])  # type: ignore[union-attr]
-    metadata.storage_data[MetadataIndex("model.fused", (4, 0))] = place_of(metadata, "model.fused", *first.offsets)
+    metadata.storage_data[MetadataIndex("model.fused", (4, 0))] = info_of(metadata, "model.fused", *first.offsets)
 
 
 CHUNKS = [
@@ -363,7 +362,7 @@ def test_a_pickle_that_is_overwritten(tmp_path: Path) -> None:
     ):
         with without_checksums():
             folder = save(tmp_path / key, IN_ORDER)
-        info = next(info for index, info in metadata_of(folder).storage_data.items() if index.fqn == key)
+        info = place_of(folder, key)
         content = bytearray((folder / info.relative_path).read_bytes())
         at = content.index(old, content.index(after, info.offset))
         content[at : at + len(new)] = new

@@ -28,7 +28,7 @@ from checkpoint_tools.core.text import CheckpointError
 from checkpoint_tools.look.verify import check_whole
 from fsdp_offload.checkpoint import ArenaStager
 from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, changed, rule, save, without_checksums
-from tests.checkpoint_tools.tool import as_json, assert_one_line, made, metadata_of, names, run, shown
+from tests.checkpoint_tools.tool import as_json, assert_one_line, made, metadata_of, names, place_of, run, shown
 from tests.distributed.launch import mesh, spawn
 from tests.process_groups import process_group
 
@@ -113,11 +113,6 @@ class Flip(NamedTuple):
         """Once flips it, and twice back."""
         with (folder / self.file).open("r+b") as stream, mmap(stream.fileno(), 0) as content:
             content[self.at] ^= 1 << self.bit
-
-
-def place_of(folder: Path, key: str) -> Any:
-    """Which file has an item, its offset and its length."""
-    return next(info for index, info in metadata_of(folder).storage_data.items() if index.fqn == key)
 
 
 def random_flip(folder: Path, where: str, choose: random.Random) -> Flip:
