@@ -22,7 +22,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 3, "moe_intermediate_size": 8, "num_experts_per_tok": 2}),
 }
-VALUES = ("head_dim=4", "num_attention_heads=4", "num_key_value_heads=2")
+COUNTS = ("head_dim=4", "num_attention_heads=4", "num_key_value_heads=2")
+VALUES = [word for count in COUNTS for word in ("--value", count)]
 
 
 def model_of(family: str) -> Any:
@@ -32,10 +33,9 @@ def model_of(family: str) -> Any:
     return getattr(hf, f"{name}ForCausalLM")(config).eval()
 
 
-def renamed(family: str, source: Path, target: Path, to: str, *values: str, of: str = "hf") -> Path:
+def renamed(family: str, source: Path, target: Path, to: str, *options: str, of: str = "hf") -> Path:
     """The new one, which is whole."""
-    typed = [each for value in values for each in ("--value", value)]
-    return made("rename", source, target, "--family", family, "--from", of, "--to", to, *typed)
+    return made("rename", source, target, "--family", family, "--from", of, "--to", to, *options)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -158,8 +158,7 @@ def test_renames_that_are_interrupted_or_two_at_one_place(tmp_path: Path, monkey
     llama = save(tmp_path / "source", {"model": model_of("llama").state_dict()})
     expected = renamed("llama", llama, tmp_path / "expected", "megatron", *VALUES)
     write, done = rewrite.write, []
-    typed = [each for value in VALUES for each in ("--value", value)]
-    command = ("rename", llama, tmp_path / "new", "--family", "llama", "--from", "hf", "--to", "megatron", *typed)
+    command = ("rename", llama, tmp_path / "new", "--family", "llama", "--from", "hf", "--to", "megatron", *VALUES)
 
     def interrupted(*args: Any, **options: Any) -> None:
         if done:
