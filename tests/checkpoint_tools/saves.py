@@ -109,6 +109,11 @@ def without_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(True)
 
 
+def full(*_: object) -> None:
+    """In the place of what writes, on a disk that is full."""
+    raise OSError(28, "No space left on device")
+
+
 class Opaque:
     """Unpickled by nothing but Python's own unpickler."""
 
@@ -151,9 +156,9 @@ def flip_bit(file: Path, at: int | None = None) -> None:
     file.write_bytes(content)
 
 
-def chunks_in(metadata: Metadata, key: str) -> list[Any]:
-    """The chunks of a tensor in torch's own metadata."""
-    return metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+def entry_of(metadata: Metadata, key: str) -> Any:
+    """A tensor in torch's own metadata."""
+    return metadata.state_dict_metadata[key]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -23,7 +23,7 @@ from checkpoint_tools.core.text import NEED_EXTRA, CheckpointError
 from checkpoint_tools.rewrite import held
 from checkpoint_tools.stored.items import ItemReader
 from tests.checkpoint_tools import saves, tool
-from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, rule, save
+from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, entry_of, rule, save
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +247,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
     for name, source, edit in (
         ("hostile", saved, lambda found: setattr(found, "planner_data", trap)),
         ("newer", fused, lambda found: setattr(found, "version", "2.0")),
-        ("integers", fused, lambda found: setattr(entry(found, f"model.{FUSED}").properties, "dtype", torch.int32)),
-        ("uncovered", saved, lambda found: setattr(entry(found, uncovered), "size", torch.Size([4]))),
+        ("integers", fused, lambda found: setattr(entry_of(found, f"model.{FUSED}").properties, "dtype", torch.int32)),
+        ("uncovered", saved, lambda found: setattr(entry_of(found, uncovered), "size", torch.Size([4]))),
     ):
         saves.changed(source, name, edit)
     for name in ("empty", "cut", "a.steps"):
@@ -281,10 +281,6 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         command = command.replace("@", f"{tmp_path}/").replace("MANY", "9" * 400)
         tool.assert_one_line(tool.run(*shlex.split(command)), message)
     assert {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def entry(metadata: Any, key: str) -> Any:
-    return metadata.state_dict_metadata[key]
 
 
 def test_two_at_the_same_place_and_a_folder_of_somebody_else(fused: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from checkpoint_tools.core.values import same_values
 from checkpoint_tools.stored.safetensors_folder import DTYPES
-from tests.checkpoint_tools.saves import MATRIX, Opaque, changed, divided, save, save_on_two_ranks
+from tests.checkpoint_tools.saves import MATRIX, Opaque, changed, divided, entry_of, save, save_on_two_ranks
 from tests.checkpoint_tools.tool import as_json, assert_one_line, made, place_of, run, shown
 
 Saves = Callable[..., tuple[Path, ...]]
@@ -168,7 +168,7 @@ def test_many_small_tensors_are_each_compared(saves: Saves, monkeypatch: pytest.
 
 def test_a_dtype_that_is_not_stored(saves: Saves) -> None:
     def edit(metadata: Any) -> None:
-        metadata.state_dict_metadata["x"].properties.dtype = torch.int32
+        entry_of(metadata, "x").properties.dtype = torch.int32
 
     broken, another = (changed(each, f"{each.name} broken", edit) for each in saves({"x": MATRIX}, {"x": MATRIX + 1}))
     assert_one_line(run("diff", broken, another), "stored as torch.float32, not as torch.int32")

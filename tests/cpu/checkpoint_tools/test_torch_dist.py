@@ -153,13 +153,6 @@ def test_large_tensors_are_read_and_written_in_pieces(
     assert len(list((tmp_path / "new").glob("*.distcp"))) == pytest.approx(nbytes / 2048, abs=1)
 
 
-def test_experts_that_are_modules_of_their_own(source: Source, tmp_path: Path) -> None:
-    source.args.moe_grouped_gemm = False
-    found = values_of(made("convert", source.save(tmp_path / "source"), tmp_path / "new", "--to", "fsdp_dtensor"))
-    gate = found["model.module.decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight_w"]
-    assert same_bits(gate, source.values[f"optimizer.state.param.{GATED}"][1, 2, :5])
-
-
 def test_counters_that_torchs_optimizers_have(source: Source, tmp_path: Path) -> None:
     """Beside their groups, and in a chain; both have made so many steps as they say themselves."""
     groups = [{option: value for option, value in group.items() if option != "step"} for group in GROUPS]

@@ -27,7 +27,7 @@ from checkpoint_tools import seal, verify
 from checkpoint_tools.core.text import CheckpointError
 from checkpoint_tools.look.verify import check_whole
 from fsdp_offload.checkpoint import ArenaStager
-from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, changed, rule, save, without_checksums
+from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, changed, full, rule, save, without_checksums
 from tests.checkpoint_tools.tool import as_json, assert_one_line, made, metadata_of, names, place_of, run, shown
 from tests.distributed.launch import mesh, spawn
 from tests.process_groups import process_group
@@ -296,10 +296,6 @@ def test_ways_of_writing(tmp_path: Path, options: Any) -> None:
     assert seal(url) == []
     assert verify(url) == []
     assert as_json("verify", url)["notes"] == []
-
-
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_what_cannot_be_sealed(copies: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 
 from checkpoint_tools import preset, split_state_dict, verify
+from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.tool import as_json
 from tests.distributed.launch import spawn
 
@@ -70,10 +71,7 @@ def wholes_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def run_accelerate(rank: int, world_size: int, folder: Path) -> None:
     accelerator, model, optimizer = accelerated(rank, world_size, fused=True)
-    for _ in range(2):
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step()
+    stepped(model, optimizer)
     accelerator.save_state(folder / "fused")
 
     # As accelerate saves it, but split; then loaded by accelerate into a model with separate weights.
