@@ -178,11 +178,16 @@ split @fused @new --rules @rules --value tp=2             | --value that no rule
 split @fused @new --rules @valued --value n=4 --value m=1 | no rule uses: m. The rules name n
 split @fused @new --rules @valued                         | give it with --value n=NUMBER
 split @fused @new --rules @valued --value n=MANY          | the size 'n' cannot be evaluated: int too large
-split @fused @new --rules @deep                           | is no TOML: maximum recursion depth exceeded
+split @fused @new --rules @deep.toml                      | is no TOML: maximum recursion depth exceeded
 merge @fused @new --rules @rules                          | rules that match nothing
 rename @a.steps/0 @a --family llama --from hf --to megatron             | lies inside of
 rename @made @new --family llama --from hf --to megatron  | has safetensors: checkpoint-tools convert
 split @made @new --preset megatron-swiglu                 | DST makes a checkpoint of DCP of it
+rename @fused @new --family gemma --from hf --to hf | no family 'gemma'; there are llama, mixtral, qwen3, qwen3-moe
+rename @only @new --family qwen3 --from hf --to nemo | no framework 'nemo' in the family qwen3; there are hf, torchtitan
+rename @fused @new --family qwen3 --from hf --to hf       | --from and --to are both hf
+rename @fused @new --family @deep.toml --from hf --to a   | is no TOML
+rename @fused @new --family @one.toml --from hf --to a    | not as docs/checkpoints.md describes it
 rename @fused @new --family @odd.toml --from hf --to a    | not as docs/checkpoints.md describes it (KeyError: 'm')
 rename @fused @new --family @each.toml --from hf --to a --value n=inf   | the size 'n' is inf, not a whole number
 convert @nowhere @new                         | is not a folder
@@ -264,7 +269,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "bad": "[[rule]]\nfused = 'x'\n",
         "qkv": RULES.replace("gate_up", "qkv"),
         "valued": RULES + "sizes = ['n', 'rest']\n",
-        "deep": "a = " + "[" * 10_000,
+        "deep.toml": "a = " + "[" * 10_000,
+        "one.toml": "name = 1",
         "odd.toml": "[source]\nhf = ''\na = ''\n[[name]]\nhf = '{n}'\na = '{m}'\n",
         "each.toml": "name = []\n[source]\nhf = ''\na = ''\n[[rule]]\n"
         "of = 'a'\nfused = 'x'\nparts = ['{each}']\neach = 'n'\n",
