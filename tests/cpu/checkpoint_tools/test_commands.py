@@ -180,6 +180,13 @@ split @fused @new --rules @valued                         | give it with --value
 split @fused @new --rules @valued --value n=MANY          | the size 'n' cannot be evaluated: int too large
 split @fused @new --rules @deep.toml                      | is no TOML: maximum recursion depth exceeded
 merge @fused @new --rules @rules                          | rules that match nothing
+split @experts @new                                       | presets that match its keys: hf-experts
+split @experts @new --preset hf-experts | needs the config value 'num_experts'; give it with --value num_experts=NUMBER
+split @experts @new --preset hf-experts --value num_experts=4     | its dimension 0 has 3
+split @experts @new --preset hf-experts --value num_experts=1e9   | a tensor has at most 65,536 parts
+merge @single @new                                        | presets that match its keys: hf-experts
+merge @single @new --preset hf-experts --value num_experts=3      | pass --yes
+merge @less @new --preset hf-experts --value num_experts=3 --yes  | proj cannot be merged: ['mlp.experts.1.
 rename @a.steps/0 @a --family llama --from hf --to megatron             | lies inside of
 rename @made @new --family llama --from hf --to megatron  | has safetensors: checkpoint-tools convert
 split @made @new --preset megatron-swiglu                 | DST makes a checkpoint of DCP of it
@@ -244,6 +251,9 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
             "model": {"2.mlp.experts.gate_up_proj": torch.ones(1, 2, 2), "up.linear_fc1.weight": torch.ones(2, 2)},
             "optim": {"state": {f"2.mlp.{name}_proj.weight": {"exp_avg": one} for name in ("gate", *"qkv")}},
         },
+        "experts": {"mlp.experts.gate_proj": torch.ones(3, 2, 4), "mlp.experts.down_proj": torch.ones(3, 4, 2)},
+        "single": {f"mlp.experts.{n}.{name}_proj.weight": one for n in range(3) for name in ("gate", "down")},
+        "less": {f"mlp.experts.{n}.{name}_proj.weight": one for n in (0, 2) for name in ("gate", "down")},
         "apart": {"model": {"up.linear_fc1.weight_w": one, "up.linear_fc1.weight_v": one}},
     }
     for name, state in states.items():
