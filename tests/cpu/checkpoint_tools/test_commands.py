@@ -45,7 +45,7 @@ def test_what_commands_print(saved: Path, tmp_path: Path) -> None:
     a = save(tmp_path / "a", {"x": torch.zeros(4), "y": torch.ones(2), "lr": 0.1})
     b = save(tmp_path / "b", {"x": torch.tensor([0.0, 0.25, 0, 0]), "y": torch.ones(2), "z": torch.ones(1), "lr": 0.1})
     whole = "whole (7 tensors, 2 objects, ", "checked: structure, files, finite values"
-    planned = "to be written: 7 tensors as safetensors"
+    planned, made = "to be written: 7 tensors as safetensors", f"{tmp_path}/made: 7 tensors as safetensors, "
     for command, code, texts in (
         (("inspect", saved), 0, ("layers.10.weight", "4 × 5", "optim exp_avg", "7 tensors, 2 objects in 1 file")),
         (("inspect", file), 0, ("a.weight  2",)),
@@ -55,7 +55,7 @@ def test_what_commands_print(saved: Path, tmp_path: Path) -> None:
         (("diff", a, b, "y", "lr"), 0, ("the same: 2 keys, bit by bit\n",)),
         (("diff", a, b, "x", "--atol", 0.25), 0, ("the same: 1 key, within the tolerance\n",)),
         (("convert", saved, tmp_path / "new", "--dry-run"), 0, ("model-00001-of-00001.safetensors", planned)),
-        (("convert", saved, tmp_path / "made"), 0, (f"{tmp_path}/made: 7 tensors as safetensors, ",)),
+        (("convert", saved, tmp_path / "made", "--shard-size", 100, "--threads", 1), 0, (made,)),
         (("convert", tmp_path / "made", tmp_path / "back", "--to", "dcp"), 0, (f"{tmp_path}/back: 7 tensors",)),
     ):
         printed = tool.shown(*command, code=code)
