@@ -53,9 +53,9 @@ def megatron_parameter(whole: Tensor, device_mesh: DeviceMesh, bounds: Sequence[
     return param, local
 
 
-def stepped(module: nn.Module) -> Optimizer:
+def stepped(module: nn.Module, optimizer: Optimizer | None = None) -> Optimizer:
     """An optimizer that has made two steps with random gradients."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.125)
+    optimizer = optimizer or torch.optim.AdamW(module.parameters(), lr=0.125)
     for _ in range(2):
         for param in module.parameters():
             param.grad = torch.randn_like(param)

@@ -109,6 +109,11 @@ def without_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(True)
 
 
+def full(*_: object) -> None:
+    """In the place of what writes, on a disk that is full."""
+    raise OSError(28, "No space left on device")
+
+
 class Opaque:
     """Unpickled by nothing but Python's own unpickler."""
 
@@ -137,9 +142,23 @@ def changed(folder: Path, name: str, edit: Callable[[Metadata], object]) -> Path
     return copy
 
 
-def chunks_in(metadata: Metadata, key: str) -> list[Any]:
-    """The chunks of a tensor in torch's own metadata."""
-    return metadata.state_dict_metadata[key].chunks  # type: ignore[union-attr]
+def edit_file(file: Path, edit: Callable[[Any], object]) -> None:
+    """Change what torch.save has written."""
+    value = torch.load(file, weights_only=False)
+    edit(value)
+    torch.save(value, file)
+
+
+def flip_bit(file: Path, at: int | None = None) -> None:
+    """In the middle, if nobody says where."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    file.write_bytes(content)
+
+
+def entry_of(metadata: Metadata, key: str) -> Any:
+    """A tensor in torch's own metadata."""
+    return metadata.state_dict_metadata[key]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -72,6 +72,12 @@ def as_json(*command: object, code: int = 0) -> Any:
     return json.loads(shown(*command, "--json", code=code))
 
 
+def with_names(folder: Path, names: object) -> tuple[object, ...]:
+    """The option with which the optimizer's parameters are named, by a file in this folder."""
+    (folder / "names.json").write_text(json.dumps(names))
+    return "--names", folder / "names.json"
+
+
 def assert_one_line(ran: Run, *matches: str) -> None:
     """An error of one line, and nothing else."""
     assert ran.returncode == 2, ran.stdout + ran.stderr
@@ -127,6 +133,12 @@ def assert_whole(path: Path | str) -> None:
 def metadata_of(path: Path | str) -> Metadata:
     files, root = fsspec.core.url_to_fs(str(path))
     return pickle.loads(files.cat_file(f"{root}/.metadata"))
+
+
+def place_of(path: Path | str, key: str) -> Any:
+    """Which file has an item, its offset and its length."""
+    (info,) = (info for index, info in metadata_of(path).storage_data.items() if index.fqn == key)
+    return info
 
 
 def values_of(path: Path | str) -> dict[str, Any]:

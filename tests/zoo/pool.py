@@ -77,8 +77,7 @@ def judge_class(cls: str, combinations: tuple[Combination, ...], folder: Path) -
     except Exception as error:  # noqa: BLE001  # found by one process, and not by another: a row
         yield "", say(error)
         return
-    for message in judge(loaded, combinations, folder=folder):
-        yield (str(message[0] or ""), message[1]) if isinstance(message, tuple) else message
+    yield from judge(loaded, combinations, folder=folder)
     yield traced_verdict(cls)
 
 

@@ -4,7 +4,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,7 @@ class Recipe:
 
 def recipes_for(cls: type[Optimizer]) -> Iterator[Recipe]:
     """The ways to try, in this order: as most people do first."""
-    calls: tuple[Call, ...] = ("step()", "step(closure)", "backward(create_graph=True)")
-    selections: tuple[Selection, ...] = ("all", "matrices", "matrices and vectors apart")
-    for selection, call in itertools.product(selections, calls):
+    for selection, call in itertools.product(get_args(Selection), get_args(Call)):
         yield Recipe(selection, call)
 
 

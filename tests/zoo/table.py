@@ -8,9 +8,6 @@ from .outcomes import DO_NOT_COUNT, FULL, REFUSED, SAME, Row
 
 MARK = "<!-- Below this line: `python -m tests.zoo --markdown docs/optimizers.md`. Do not edit it. -->"
 
-_REASONS = (("wraps another optimizer", "w"),)
-"""Words of a refusal, and its letter in the page; all others are ``o``."""
-
 _HEAD = """\
 
 ## Every class that was tried
@@ -92,11 +89,8 @@ def _refusal(row: Row) -> str:
     """The class with the letter of its reason, and in how many combinations, if not in all that ran."""
     compared = [one.outcome for one in row.outcomes if one.outcome not in DO_NOT_COUNT]
     some = f" in {compared.count(REFUSED)}" if set(compared) != {REFUSED} else ""
-    return f"{_name(row)} *{_letter(row)}*{some}"
-
-
-def _letter(row: Row) -> str:
-    return next((letter for words, letter in _REASONS if words in row.detail), "o")
+    letter = "w" if "wraps another optimizer" in row.detail else "o"
+    return f"{_name(row)} *{letter}*{some}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ import torch
 from checkpoint_tools import preset, preset_names, seal
 from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools import tool
-from tests.checkpoint_tools.saves import WITH_FUSED, Opaque, Trap, rule, save
+from tests.checkpoint_tools.saves import WITH_FUSED, Opaque, Trap, flip_bit, rule, save
 
 RECORD = "split_record.json"
 
@@ -175,9 +175,7 @@ def test_what_is_too_much_is_left_and_what_is_damaged_not_copied(tmp_path: Path)
     assert "note: copied: 1/2/3/4/deep.txt, a.json, z.json\n" in told
     assert "note: not copied, as not of the checkpoint: .hidden, large.log, many/\n" in told
     torch.save({"lr": torch.ones(50_000)}, source / "common.pt")
-    content = bytearray((source / "common.pt").read_bytes())
-    content[100_000] ^= 1
-    (source / "common.pt").write_bytes(content)
+    flip_bit(source / "common.pt", 100_000)
     with pytest.raises(CheckpointError, match=r"common.pt is not what torch.save writes .* would be copied as it is"):
         tool.made("split", source, tmp_path / "split", rule())
     assert not (tmp_path / "split").exists()
@@ -206,6 +204,9 @@ def test_objects_of_more_than_plain_values_pass_through_safetensors(tmp_path: Pa
 # Values of the config ------------------------------------------------------------------------------------------------
 
 
+SIZES = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+
+
 def experts_and_dense(**args: Any) -> dict[str, Any]:
     """Every linear_fc1 is ``gate, up`` of as many tensor-parallel ranks as a test takes it for."""
     grouped, sequential = "experts.linear_fc1.", "experts.local_experts.0.linear_fc1.weight"
@@ -219,11 +220,17 @@ def experts_and_dense(**args: Any) -> dict[str, Any]:
 def test_values_come_from_args_in_the_checkpoint(tmp_path: Path) -> None:
     """As Megatron's ``fsdp_dtensor`` has them, of which nothing else is run; or from ``config.json``."""
     trap = tmp_path / "trap"
-    args = {"tensor_model_parallel_size": 2, "trap": Trap(trap), "other": Opaque()}
-    source = save(tmp_path / "source", experts_and_dense(**args))
+    args = dict(zip(SIZES, (2, 1), strict=True)) | {"trap": Trap(trap), "other": Opaque()}
+    source, bare = save(tmp_path / "source", experts_and_dense(**args)), save(tmp_path / "bare", experts_and_dense())
     command = ("split", source, tmp_path / "new", "--preset", "megatron-swiglu", "--dry-run")
-    assert "note: tp_size = 2, from args in the object args\n" in tool.shown(*command)
+    text = tool.shown(*command)
+    assert "note: tp_size = 2, from args in the object args\n" in text
+    assert "note: etp_size = 1, from args in the object args\n" in text
     assert "note: tp_size = 4 as given; args in the object args has 2\n" in tool.shown(*command, "--value", "tp_size=4")
+    wrong = tool.run(*command, "--value", "etp_size=2")  # experts' ranks are not contradicted
+    tool.assert_one_line(wrong, "--value etp_size=2, but it is 1 here (args in the object args)")
+    text = tool.shown("split", bare, *command[2:], "--value", "tp_size=2")
+    assert "etp_size = 2, as tp_size: the default" in text
     tool.shown(*command[:-1])
     assert not trap.exists()
     source = save(tmp_path / "hf", {"0.qkv_proj.weight": torch.ones(8, 4), "0.o_proj.weight": torch.ones(4, 4)})
@@ -242,9 +249,6 @@ def test_ranks_in_a_common_file_do_not_say_how_rows_are_stored(tmp_path: Path) -
     assert "tp_size = 1 as given" in tool.shown(*command, "--value", "tp_size=1")
     put(source, {"metadata.json": b'{"sharded_backend": "torch_dist"}'})
     assert "note: tp_size = 1, from torch_dist" in tool.shown(*command)
-
-
-SIZES = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
 
 
 @pytest.mark.parametrize(
@@ -269,13 +273,3 @@ def test_experts_are_divided_by_their_own_ranks(
             for half, found in enumerate(loaded.values()):
                 assert torch.equal(found, torch.cat([part[half] for part in halves]))
     tool.shown("diff", source, tool.made("merge", split, tmp_path / "merged", *options))
-
-
-def test_the_experts_ranks_are_told_and_not_contradicted(tmp_path: Path) -> None:
-    source = save(tmp_path / "source", experts_and_dense(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
-    options = (tmp_path / "new", "--preset", "megatron-swiglu", "--dry-run")
-    assert "etp_size = 1, from args in the object args" in tool.shown("split", source, *options)
-    wrong = tool.run("split", source, *options, "--value", "etp_size=2")
-    tool.assert_one_line(wrong, "--value etp_size=2, but it is 1 here (args in the object args)")
-    bare = save(tmp_path / "bare", experts_and_dense())
-    assert "etp_size = 2, as tp_size: the default" in tool.shown("split", bare, *options, "--value", "tp_size=2")

@@ -23,7 +23,7 @@ from checkpoint_tools.core.text import NEED_EXTRA, CheckpointError
 from checkpoint_tools.rewrite import held
 from checkpoint_tools.stored.items import ItemReader
 from tests.checkpoint_tools import saves, tool
-from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, rule, save
+from tests.checkpoint_tools.saves import DOWN, FUSED, GATE, PLAIN, RULES, UP, WITH_FUSED, entry_of, rule, save
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,15 @@ def fused(tmp_path: Path) -> Path:
     return save(tmp_path / "fused", WITH_FUSED)
 
 
-# inspect, verify, diff -----------------------------------------------------------------------------------------------
+# What is printed -----------------------------------------------------------------------------------------------------
 
 
-def test_inspect_verify_and_diff_print(saved: Path, tmp_path: Path) -> None:
+def test_what_commands_print(saved: Path, tmp_path: Path) -> None:
     save_file({"a.weight": torch.tensor([1.0, torch.nan])}, file := tmp_path / "model.safetensors")
     a = save(tmp_path / "a", {"x": torch.zeros(4), "y": torch.ones(2), "lr": 0.1})
     b = save(tmp_path / "b", {"x": torch.tensor([0.0, 0.25, 0, 0]), "y": torch.ones(2), "z": torch.ones(1), "lr": 0.1})
     whole = "whole (7 tensors, 2 objects, ", "checked: structure, files, finite values"
+    planned, made = "to be written: 7 tensors as safetensors", f"{tmp_path}/made: 7 tensors as safetensors, "
     for command, code, texts in (
         (("inspect", saved), 0, ("layers.10.weight", "4 × 5", "optim exp_avg", "7 tensors, 2 objects in 1 file")),
         (("inspect", file), 0, ("a.weight  2",)),
@@ -53,15 +54,17 @@ def test_inspect_verify_and_diff_print(saved: Path, tmp_path: Path) -> None:
         (("diff", a, b), 1, ("1 of 4 differ", "0.25", "only in B", "different: 2 of 4 keys\n")),
         (("diff", a, b, "y", "lr"), 0, ("the same: 2 keys, bit by bit\n",)),
         (("diff", a, b, "x", "--atol", 0.25), 0, ("the same: 1 key, within the tolerance\n",)),
+        (("convert", saved, tmp_path / "new", "--dry-run"), 0, ("model-00001-of-00001.safetensors", planned)),
+        (("convert", saved, tmp_path / "made", "--shard-size", 100, "--threads", 1), 0, (made,)),
+        (("convert", tmp_path / "made", tmp_path / "back", "--to", "dcp"), 0, (f"{tmp_path}/back: 7 tensors",)),
     ):
         printed = tool.shown(*command, code=code)
         assert all(text in printed for text in texts), (command, printed)
+    assert tool.names(tmp_path) == ["a", "b", "back", "made", "model.safetensors"]
+    tool.assert_same(tmp_path / "back", saved)
     tiling = json.loads(tool.shown("inspect", file, "--tiling", "a.weight", "--json"))
     assert tiling["chunks"][0]["bare_dtype"] == "float32"
     assert "optim" not in tool.shown("inspect", saved, "model.*")
-
-
-# split, merge, convert -----------------------------------------------------------------------------------------------
 
 
 def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
@@ -85,18 +88,6 @@ def test_split_and_merge(fused: Path, tmp_path: Path) -> None:
     nested = torch.load(tmp_path / "split.pt")
     assert nested["optim"]["param_groups"] == [{"lr": 0.5, "params": [GATE, UP, DOWN]}]
     assert torch.equal(nested["optim"]["state"][UP]["exp_avg"], WITH_FUSED["optim"]["state"][FUSED]["exp_avg"][4:])
-
-
-def test_convert_there_and_back(saved: Path, tmp_path: Path) -> None:
-    planned = tool.shown("convert", saved, tmp_path / "made", "--dry-run")
-    assert "model-00001-of-00001.safetensors" in planned
-    assert "to be written: 7 tensors as safetensors" in planned
-    assert tool.names(tmp_path) == []
-    last = tool.shown("convert", saved, "made", "--shard-size", 100, "--threads", 1, cwd=tmp_path).splitlines()[-1]
-    assert last.startswith("made: 7 tensors as safetensors, ")
-    tool.shown("convert", "made", "back", "--to", "dcp", cwd=tmp_path)
-    tool.assert_same(tmp_path / "back", saved)
-    assert tool.names(tmp_path) == ["back", "made"]
 
 
 def test_diff_says_which_side_is_split(fused: Path, tmp_path: Path) -> None:
@@ -187,11 +178,23 @@ split @fused @new --rules @rules --value tp=2             | --value that no rule
 split @fused @new --rules @valued --value n=4 --value m=1 | no rule uses: m. The rules name n
 split @fused @new --rules @valued                         | give it with --value n=NUMBER
 split @fused @new --rules @valued --value n=MANY          | the size 'n' cannot be evaluated: int too large
-split @fused @new --rules @deep                           | is no TOML: maximum recursion depth exceeded
+split @fused @new --rules @deep.toml                      | is no TOML: maximum recursion depth exceeded
 merge @fused @new --rules @rules                          | rules that match nothing
+split @experts @new                                       | presets that match its keys: hf-experts
+split @experts @new --preset hf-experts | needs the config value 'num_experts'; give it with --value num_experts=NUMBER
+split @experts @new --preset hf-experts --value num_experts=4     | its dimension 0 has 3
+split @experts @new --preset hf-experts --value num_experts=1e9   | a tensor has at most 65,536 parts
+merge @single @new                                        | presets that match its keys: hf-experts
+merge @single @new --preset hf-experts --value num_experts=3      | pass --yes
+merge @less @new --preset hf-experts --value num_experts=3 --yes  | proj cannot be merged: ['mlp.experts.1.
 rename @a.steps/0 @a --family llama --from hf --to megatron             | lies inside of
 rename @made @new --family llama --from hf --to megatron  | has safetensors: checkpoint-tools convert
 split @made @new --preset megatron-swiglu                 | DST makes a checkpoint of DCP of it
+rename @fused @new --family gemma --from hf --to hf | no family 'gemma'; there are llama, mixtral, qwen3, qwen3-moe
+rename @only @new --family qwen3 --from hf --to nemo | no framework 'nemo' in the family qwen3; there are hf, torchtitan
+rename @fused @new --family qwen3 --from hf --to hf       | --from and --to are both hf
+rename @fused @new --family @deep.toml --from hf --to a   | is no TOML
+rename @fused @new --family @one.toml --from hf --to a    | not as docs/checkpoints.md describes it
 rename @fused @new --family @odd.toml --from hf --to a    | not as docs/checkpoints.md describes it (KeyError: 'm')
 rename @fused @new --family @each.toml --from hf --to a --value n=inf   | the size 'n' is inf, not a whole number
 convert @nowhere @new                         | is not a folder
@@ -248,6 +251,9 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
             "model": {"2.mlp.experts.gate_up_proj": torch.ones(1, 2, 2), "up.linear_fc1.weight": torch.ones(2, 2)},
             "optim": {"state": {f"2.mlp.{name}_proj.weight": {"exp_avg": one} for name in ("gate", *"qkv")}},
         },
+        "experts": {"mlp.experts.gate_proj": torch.ones(3, 2, 4), "mlp.experts.down_proj": torch.ones(3, 4, 2)},
+        "single": {f"mlp.experts.{n}.{name}_proj.weight": one for n in range(3) for name in ("gate", "down")},
+        "less": {f"mlp.experts.{n}.{name}_proj.weight": one for n in (0, 2) for name in ("gate", "down")},
         "apart": {"model": {"up.linear_fc1.weight_w": one, "up.linear_fc1.weight_v": one}},
     }
     for name, state in states.items():
@@ -256,8 +262,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
     for name, source, edit in (
         ("hostile", saved, lambda found: setattr(found, "planner_data", trap)),
         ("newer", fused, lambda found: setattr(found, "version", "2.0")),
-        ("integers", fused, lambda found: setattr(entry(found, f"model.{FUSED}").properties, "dtype", torch.int32)),
-        ("uncovered", saved, lambda found: setattr(entry(found, uncovered), "size", torch.Size([4]))),
+        ("integers", fused, lambda found: setattr(entry_of(found, f"model.{FUSED}").properties, "dtype", torch.int32)),
+        ("uncovered", saved, lambda found: setattr(entry_of(found, uncovered), "size", torch.Size([4]))),
     ):
         saves.changed(source, name, edit)
     for name in ("empty", "cut", "a.steps"):
@@ -273,7 +279,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         "bad": "[[rule]]\nfused = 'x'\n",
         "qkv": RULES.replace("gate_up", "qkv"),
         "valued": RULES + "sizes = ['n', 'rest']\n",
-        "deep": "a = " + "[" * 10_000,
+        "deep.toml": "a = " + "[" * 10_000,
+        "one.toml": "name = 1",
         "odd.toml": "[source]\nhf = ''\na = ''\n[[name]]\nhf = '{n}'\na = '{m}'\n",
         "each.toml": "name = []\n[source]\nhf = ''\na = ''\n[[rule]]\n"
         "of = 'a'\nfused = 'x'\nparts = ['{each}']\neach = 'n'\n",
@@ -290,10 +297,6 @@ def test_errors_are_one_line_and_leave_nothing_behind(tmp_path: Path) -> None:
         command = command.replace("@", f"{tmp_path}/").replace("MANY", "9" * 400)
         tool.assert_one_line(tool.run(*shlex.split(command)), message)
     assert {path: saves.contents(path) if path.is_dir() else path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def entry(metadata: Any, key: str) -> Any:
-    return metadata.state_dict_metadata[key]
 
 
 def test_two_at_the_same_place_and_a_folder_of_somebody_else(fused: Path, tmp_path: Path) -> None:

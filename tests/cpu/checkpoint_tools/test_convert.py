@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpoint_tools.core.text import CheckpointError
 from tests.checkpoint_tools import tool
-from tests.checkpoint_tools.saves import FUSED, MATRIX, PLAIN, rule, same_bits, save, tiled, without_checksums
+from tests.checkpoint_tools.saves import FUSED, MATRIX, PLAIN, full, rule, same_bits, save, tiled, without_checksums
 from tests.cpu.checkpoint_tools.test_round_trip import loaded
 from tests.distributed.launch import mesh, spawn
 
@@ -171,10 +171,6 @@ def test_a_file_of_torch_save_there_and_back(tmp_path: Path, without: bool) -> N
 def test_nothing_stays_of_what_did_not_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(NESTED, tmp_path / "model.pt")
     source, fused = save(tmp_path / "dcp", NESTED), save(tmp_path / "fused", {FUSED: torch.ones(4, 2)})
-
-    def full(descriptor: int) -> None:
-        del descriptor
-        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     for old, new, *options in (

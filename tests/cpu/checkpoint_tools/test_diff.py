@@ -17,8 +17,8 @@ from torch import Tensor
 
 from checkpoint_tools.core.values import same_values
 from checkpoint_tools.stored.safetensors_folder import DTYPES
-from tests.checkpoint_tools.saves import MATRIX, Opaque, changed, divided, save, save_on_two_ranks
-from tests.checkpoint_tools.tool import as_json, assert_one_line, made, metadata_of, run, shown
+from tests.checkpoint_tools.saves import MATRIX, Opaque, changed, divided, entry_of, save, save_on_two_ranks
+from tests.checkpoint_tools.tool import as_json, assert_one_line, made, place_of, run, shown
 
 Saves = Callable[..., tuple[Path, ...]]
 
@@ -168,7 +168,7 @@ def test_many_small_tensors_are_each_compared(saves: Saves, monkeypatch: pytest.
 
 def test_a_dtype_that_is_not_stored(saves: Saves) -> None:
     def edit(metadata: Any) -> None:
-        metadata.state_dict_metadata["x"].properties.dtype = torch.int32
+        entry_of(metadata, "x").properties.dtype = torch.int32
 
     broken, another = (changed(each, f"{each.name} broken", edit) for each in saves({"x": MATRIX}, {"x": MATRIX + 1}))
     assert_one_line(run("diff", broken, another), "stored as torch.float32, not as torch.int32")
@@ -189,7 +189,7 @@ def test_damaged_elements_are_not_taken_for_others(saves: Saves) -> None:
     """Of many small tensors: after the first of a shape, only the CRC-32 behind the elements tells, and the head."""
     a, b = saves(*({f"{key}": torch.full((8,), key + n) for key in range(2)} for n in (0.25, 0.5)))
     whole = (b / "__0_0.distcp").read_bytes()
-    item = next(info for index, info in metadata_of(b).storage_data.items() if index.fqn == "1")
+    item = place_of(b, "1")
     for what, at in ((torch.tensor(1.5).numpy().tobytes() * 8, 20), (b"data.pkl", 60)):
         content = bytearray(whole)
         content[whole.index(what, item.offset) + at] ^= 1

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from checkpoint_tools import Rule, merge_state_dict, split_state_dict
 from tests.checkpoint_tools.formats import SMALL_CONFIG, stepped
 from tests.checkpoint_tools.saves import same_bits, save
-from tests.checkpoint_tools.tool import assert_one_line, assert_same, made, metadata_of, run, values_of
+from tests.checkpoint_tools.tool import assert_same, made, metadata_of, values_of
 
 SMALL: dict[str, Any] = SMALL_CONFIG | {"head_dim": 4, "num_experts_per_tok": 1, "pad_token_id": 0}
 EXPERTS = 3
@@ -104,24 +104,6 @@ def test_mixtral_by_its_old_names(tmp_path: Path) -> None:
     after = values_of(back)
     assert after.keys() == before.keys()
     assert [key for key, value in before.items() if not same_bits(value, after[key])] == []
-
-
-def test_what_is_missing_is_asked_for(tmp_path: Path) -> None:
-    fused = {"mlp.experts.gate_proj": torch.ones(EXPERTS, 2, 4)}
-    source = save(tmp_path / "source", {**fused, "mlp.experts.down_proj": torch.ones(EXPERTS, 4, 2)})
-    command = ("split", source, tmp_path / "new", "--preset", "hf-experts")
-    assert_one_line(run(*command), "needs the config value 'num_experts'; give it with --value num_experts=NUMBER")
-    assert_one_line(run(*command, "--value", "num_experts=4"), "its dimension 0 has 3")
-    assert_one_line(run(*command, "--value", "num_experts=1e9"), "a tensor has at most 65,536 parts")
-    assert_one_line(run("split", source, tmp_path / "new"), "presets that match its keys: hf-experts")
-    parts = made("split", source, tmp_path / "parts", "--preset", "hf-experts", *VALUE)
-    assert_one_line(run("merge", save(tmp_path / "bare", values_of(parts)), tmp_path / "new"), "its keys: hf-experts")
-    (parts / "split_record.json").unlink()
-    assert_one_line(run("merge", parts, tmp_path / "new", "--preset", "hf-experts", *VALUE), "pass --yes")
-    one_less = {key: value for key, value in values_of(parts).items() if ".1." not in key}
-    command = ("merge", save(tmp_path / "less", one_less), tmp_path / "new", "--preset", "hf-experts", "--yes", *VALUE)
-    assert_one_line(run(*command), "proj cannot be merged: ['mlp.experts.1.")
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_rule_whose_parts_are_counted_by_a_value() -> None:

@@ -30,75 +30,72 @@ def put(folder: Path, *names: str, content: Any = ADAM) -> None:
         if path.suffix == ".safetensors":
             save_file(WEIGHTS, path)
             continue
+        if path.name == ".metadata":
+            save(path.parent, {"model": WEIGHTS})
+            continue
         with path.open("wb") as stream:
             torch.save(WEIGHTS if name.rpartition("/")[2].startswith("model_world") else content, stream)
 
 
 VERL = [f"{what}_world_size_3_rank_{rank}.pt" for what in ("model", "optim", "extra_state") for rank in range(3)]
 DEEPSPEED = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
+ACCELERATE = [f"checkpoint_5/{name}/.metadata" for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+ACCELERATE += ["checkpoint_5/scheduler.bin", "checkpoint_5/random_states_0.pkl"]
 CONVERT = "checkpoint-tools convert {} DST makes a checkpoint of DCP of it, with the optimizer's state"
+ONE_OF = "give one of its subfolders:"
 
-FOLDERS: dict[str, tuple[list[str], str, list[str]]] = {  # files, what is given of them, and what is said
+FOLDERS: dict[str, tuple[list[str], list[str]]] = {  # files, and what is said
     "verl, a step": (
         [f"actor/{name}" for name in VERL] + ["data.pt"],
-        "",
         ["{}/actor has a file for each rank, as verl and SkyRL write them", CONVERT.format("{}/actor")],
     ),
     "DeepSpeed": (
         [*(f"global_step70/{name}" for name in DEEPSPEED), "latest", "zero_to_fp32.py"],
-        "",
         ["is DeepSpeed's", "python {}/zero_to_fp32.py {} DST --safe_serialization", "not the optimizer's state"],
     ),
     "DeepSpeed, a step": (
-        [f"70/{n}" for n in DEEPSPEED],
-        "/70",
+        [f"70/{name}" for name in DEEPSPEED],
         ["is DeepSpeed's", "zero_to_fp32.py, in the folder above"],
     ),
     "DeepSpeed, universal": (
         ["zero/wte.weight/fp32.pt", "zero/wte.weight/exp_avg.pt", "mp_rank_00_model_states.pt"],
-        "",
         ["is DeepSpeed's universal checkpoint", "load_universal"],
     ),
     "torch_checkpointing": (
         [f"{item}_{rank}.pt" for item in ("model", "optimizer") for rank in range(2)],
-        "",
         [
             "{} has a file for each item and rank, as torch_checkpointing writes them",
             "CheckpointManager alone loads it",
         ],
     ),
-    "torchtune": (["recipe_state.pt"], "", ["torchtune", "checkpoint-tools convert {}/recipe_state.pt DST"]),
+    "torchtune": (["recipe_state.pt"], ["torchtune", "checkpoint-tools convert {}/recipe_state.pt DST"]),
     "torchtune, a run": (
-        [
-            "epoch_0/model.safetensors",
-            "epoch_10/model.safetensors",
-            "epoch_9/model.safetensors",
-            "recipe_state/recipe_state.pt",
-        ],
-        "",
-        ["give one of its subfolders: epoch_0, epoch_9, epoch_10"],
+        [*(f"epoch_{number}/model.safetensors" for number in (0, 10, 9)), "recipe_state/recipe_state.pt"],
+        [f"{ONE_OF} epoch_0, epoch_9, epoch_10"],
     ),
     "Trainer, a run": (
         ["checkpoint-20/model.safetensors", "checkpoint-3/model.safetensors", "runs/events"],
-        "",
-        ["give one of its subfolders: checkpoint-3, checkpoint-20"],
+        [f"{ONE_OF} checkpoint-3, checkpoint-20"],
     ),
+    "accelerate": (ACCELERATE, [f"{ONE_OF} optimizer_0, pytorch_model_fsdp_0"]),
+    "accelerate, two levels up": (
+        ACCELERATE,
+        [f"{ONE_OF} checkpoint_5/optimizer_0, checkpoint_5/pytorch_model_fsdp_0"],
+    ),
+    "a save that did not end, whatever is below it": ([*ACCELERATE, "__0_0.distcp"], ["or its save did not end"]),
     "files of torch.save": (
         ["pytorch_model.bin", "scheduler.pt"],
-        "",
         ["checkpoint-tools convert {}/pytorch_model.bin DST"],
     ),
-    "one of them": (
-        ["step.pth"],
-        "/step.pth",
-        ["is one file of torch.save", "checkpoint-tools convert {}/step.pth DST"],
-    ),
+    "one of them": (["step.pth"], ["is one file of torch.save", "checkpoint-tools convert {}/step.pth DST"]),
 }
+GIVEN = {"DeepSpeed, a step": "/70", "accelerate": "/checkpoint_5", "one of them": "/step.pth"}
+"""What is given of them, if not the folder."""
 
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_it_is_named_with_what_works(case: str, tmp_path: Path) -> None:
-    files, given, said = FOLDERS[case]
+    files, said = FOLDERS[case]
     put(tmp_path / "own", *files)
     for command in (
         ("inspect",),
@@ -109,29 +106,14 @@ def test_it_is_named_with_what_works(case: str, tmp_path: Path) -> None:
     ):
         if case == "one of them" and command[0] == "convert":
             continue  # that works
-        source = f"{tmp_path}/own{given}"
+        source = f"{tmp_path}/own{GIVEN.get(case, '')}"
         ran = tool.run(command[0], source, *command[1:])
         tool.assert_one_line(ran, *(each.replace("{}", f"{tmp_path}/own") for each in said))
     assert tool.names(tmp_path) == ["own"]
     for number, command in enumerate(re.findall(r"checkpoint-tools convert (\S+) DST", ran.stderr)):
         tool.made("convert", command, tmp_path / f"{number}")
     for names in re.findall(r"give one of its subfolders: (.*?)(?:\.|$)", ran.stderr):
-        assert all(tool.shown("inspect", tmp_path / "own" / name) for name in names.split(", "))
-
-
-def test_folders_of_accelerate_two_levels_up(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
-        (run / "checkpoints" / "checkpoint_5").mkdir(parents=True, exist_ok=True)
-        save(run / "checkpoints" / "checkpoint_5" / name, {"model": WEIGHTS})
-    put(run, "checkpoints/checkpoint_5/scheduler.bin", "checkpoints/checkpoint_5/random_states_0.pkl")
-    told = "give one of its subfolders: checkpoint_5/optimizer_0, checkpoint_5/pytorch_model_fsdp_0"
-    tool.assert_one_line(tool.run("inspect", run / "checkpoints"), told)
-    told = told.replace("checkpoint_5/", "")
-    tool.assert_one_line(tool.run("convert", run / "checkpoints" / "checkpoint_5", tmp_path / "new"), told)
-    # A save that did not end is that, whatever is below it.
-    put(run, "checkpoints/__0_0.distcp")
-    tool.assert_one_line(tool.run("inspect", run / "checkpoints"), "or its save did not end")
+        assert all(tool.shown("inspect", f"{source}/{name}") for name in names.split(", "))
 
 
 @pytest.mark.parametrize(

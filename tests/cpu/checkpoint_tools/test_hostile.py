@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.checkpoint_tools.limited import Limited, Ran, limited
-from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, WITH_FUSED, save
+from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, WITH_FUSED, entry_of, save
 from tests.checkpoint_tools.tool import assert_one_line, made, names, run
 from tests.loading import edit_metadata
 from tests.tiers import every_nth
@@ -88,10 +88,6 @@ def laughs() -> list[Any]:
     return found
 
 
-def entry_of(metadata: Metadata) -> Any:
-    return metadata.state_dict_metadata[f"model.{FUSED}"]
-
-
 PLACES = [
     *("version", "planner_data", "storage_data", "state_dict_metadata", "path.of_fused", "entries.more", "chunk.sizes"),
     *("info.relative_path", "info.offset", "info.length", "info.transform_descriptors", "entry.size", "entry.chunks"),
@@ -116,7 +112,7 @@ def edited(folder: Path, edit: Callable[[Metadata], object]) -> Iterator[None]:
 
 def put(metadata: Metadata, place: str, value: Any) -> None:
     owner, _, name = place.rpartition(".")
-    entry, info = entry_of(metadata), next(iter(metadata.storage_data.values()))
+    entry, info = entry_of(metadata, f"model.{FUSED}"), next(iter(metadata.storage_data.values()))
     owners = {"": metadata, "info": info, "entry": entry, "chunk": entry.chunks[0], "storage": metadata.storage_meta}
     if owner == "path":
         metadata.planner_data[f"model.{FUSED}"] = value
@@ -146,7 +142,7 @@ def test_keys_of_all_kinds(tool: Limited, folder: Path) -> None:
 def add_key(metadata: Metadata, name: str) -> None:
     """A key that is the same tensor as another."""
     if name not in metadata.state_dict_metadata:
-        metadata.state_dict_metadata[name] = entry_of(metadata)
+        metadata.state_dict_metadata[name] = entry_of(metadata, f"model.{FUSED}")
         place = MetadataIndex(f"model.{FUSED}", (0, 0))
         metadata.storage_data[MetadataIndex(name, (0, 0))] = metadata.storage_data[place]
 
@@ -268,7 +264,7 @@ def test_elements_that_are_stored_once(tool: Limited, tmp_path: Path) -> None:
     torch.save(torch.ones(1).expand(1 << 33), place)
 
     def edit(metadata: Metadata) -> None:
-        entry: Any = metadata.state_dict_metadata["x"]
+        entry = entry_of(metadata, "x")
         entry.size = entry.chunks[0].sizes = torch.Size([1 << 33])
         info = metadata.storage_data[MetadataIndex("x", (0,))]
         info.relative_path, info.offset, info.length = place.name, 0, place.stat().st_size

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -310,28 +310,23 @@ def test_what_cannot_be_split_or_does_not_belong_together() -> None:
 # Through DCP ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one() -> Iterator[DeviceMesh]:
-    """A mesh of this process."""
-    with process_group():
-        yield init_device_mesh("cpu", (1,))
-
-
-def test_async_save_and_the_writer_of_hugging_face(one: DeviceMesh, tmp_path: Path) -> None:
+def test_async_save_and_the_writer_of_hugging_face(tmp_path: Path) -> None:
     """The staged copy has the parts as they were when the save began."""
-    whole = torch.randn(12, 3)
-    param = DTensor.from_local(whole.clone(), one, [Shard(0)])
-    parts, _ = split_state_dict({FUSED: param}, None, [rule()])
-    save(parts, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")))
-    saving = dcp.async_save(parts, checkpoint_id=tmp_path / "dcp")
-    param.to_local().zero_()
-    saving.result()
-    assert not verify(tmp_path / "dcp")
-    loaded = {GATE: torch.zeros(6, 3), UP: torch.zeros(6, 3)}
-    dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
-    (file,) = (tmp_path / "hf").glob("*.safetensors")
-    for found in (loaded, load_file(file)):
-        assert torch.equal(torch.cat([found[GATE], found[UP]]), whole)
-    separate = {key: DTensor.from_local(torch.randn(6, 3), one, [Shard(0)]) for key in (GATE, UP)}
-    with pytest.raises(ValueError, match="were not made by split_state_dict"):
-        merge_state_dict(separate, None, [rule()])
+    with process_group():
+        one = init_device_mesh("cpu", (1,))
+        whole = torch.randn(12, 3)
+        param = DTensor.from_local(whole.clone(), one, [Shard(0)])
+        parts, _ = split_state_dict({FUSED: param}, None, [rule()])
+        save(parts, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "hf")))
+        saving = dcp.async_save(parts, checkpoint_id=tmp_path / "dcp")
+        param.to_local().zero_()
+        saving.result()
+        assert not verify(tmp_path / "dcp")
+        loaded = {GATE: torch.zeros(6, 3), UP: torch.zeros(6, 3)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+        (file,) = (tmp_path / "hf").glob("*.safetensors")
+        for found in (loaded, load_file(file)):
+            assert torch.equal(torch.cat([found[GATE], found[UP]]), whole)
+        separate = {key: DTensor.from_local(torch.randn(6, 3), one, [Shard(0)]) for key in (GATE, UP)}
+        with pytest.raises(ValueError, match="were not made by split_state_dict"):
+            merge_state_dict(separate, None, [rule()])

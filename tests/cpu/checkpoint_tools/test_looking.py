@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from checkpoint_tools import cli
 from checkpoint_tools.core.text import CheckpointError, human_bytes, natural_order, parse_bytes
-from tests.checkpoint_tools.saves import PLAIN, WEIGHT, changed, chunks_in, save, save_on_two_ranks, without_checksums
-from tests.checkpoint_tools.tool import as_json, assert_one_line, load, metadata_of, run, shown
+from tests.checkpoint_tools.saves import PLAIN, WEIGHT, changed, entry_of, save, save_on_two_ranks, without_checksums
+from tests.checkpoint_tools.tool import as_json, assert_one_line, load, metadata_of, place_of, run, shown
 
 LR, OTHER = "optim.param_groups.0.lr", "model.layers.2.weight"
 
@@ -40,8 +40,7 @@ def problems_of(folder: Path, *options: object) -> list[tuple[str, str]]:
 
 
 def file_of(folder: Path, key: str) -> Path:
-    (info,) = (info for index, info in metadata_of(folder).storage_data.items() if index.fqn == key)
-    return folder / info.relative_path
+    return folder / place_of(folder, key).relative_path
 
 
 # What is there -------------------------------------------------------------------------------------------------------
@@ -160,35 +159,35 @@ def test_metadata_that_are_cut_short_or_something_else(saved: Path, tmp_path: Pa
 # Metadata that contradict themselves, or the data --------------------------------------------------------------------
 
 
-def place_of(metadata: Metadata, key: str, *offsets: int) -> Any:
+def info_of(metadata: Metadata, key: str, *offsets: int) -> Any:
     return metadata.storage_data[MetadataIndex(key, offsets)]
 
 
 def contradictions(metadata: Metadata) -> None:
     storage = metadata.storage_data
-    chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([1, 5])))
-    chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([4]), torch.Size([1])))
+    entry_of(metadata, WEIGHT).chunks.append(ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([1, 5])))
+    entry_of(metadata, WEIGHT).chunks.append(ChunkStorageMetadata(torch.Size([4]), torch.Size([1])))
     del storage[MetadataIndex(LR)]
     storage[MetadataIndex("unknown", (0,))] = next(iter(storage.values()))
 
 
 def an_empty_chunk(metadata: Metadata) -> None:
     """Inside of a chunk that is not empty; torch itself puts them at the end."""
-    chunks_in(metadata, WEIGHT).append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 5])))
-    metadata.storage_data[MetadataIndex(WEIGHT, (2, 0))] = place_of(metadata, "nothing", 0, 0)
+    entry_of(metadata, WEIGHT).chunks.append(ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 5])))
+    metadata.storage_data[MetadataIndex(WEIGHT, (2, 0))] = info_of(metadata, "nothing", 0, 0)
 
 
 def another_dtype(metadata: Metadata) -> None:
-    metadata.state_dict_metadata[WEIGHT].properties.dtype = torch.int32  # type: ignore[union-attr]
+    entry_of(metadata, WEIGHT).properties.dtype = torch.int32
 
 
 def another_shape(metadata: Metadata) -> None:
-    metadata.state_dict_metadata[WEIGHT].size = torch.Size([5, 4])  # type: ignore[union-attr]
-    chunks_in(metadata, WEIGHT)[0].sizes = torch.Size([5, 4])
+    entry_of(metadata, WEIGHT).size = torch.Size([5, 4])
+    entry_of(metadata, WEIGHT).chunks[0].sizes = torch.Size([5, 4])
 
 
 def another_item(metadata: Metadata) -> None:
-    place_of(metadata, WEIGHT, 0, 0).relative_path = place_of(metadata, OTHER, 0).relative_path
+    info_of(metadata, WEIGHT, 0, 0).relative_path = info_of(metadata, OTHER, 0).relative_path
 
 
 CONTRADICTIONS: list[tuple[Any, list[str]]] = [
@@ -207,7 +206,7 @@ CONTRADICTIONS: list[tuple[Any, list[str]]] = [
     (another_item, ["are in the same bytes, from 0 on"]),
     *(
         (
-            lambda metadata, path=path: setattr(place_of(metadata, WEIGHT, 0, 0), "relative_path", path),
+            lambda metadata, path=path: setattr(info_of(metadata, WEIGHT, 0, 0), "relative_path", path),
             [f"{WEIGHT}: its data would be in {path!r}, outside of the checkpoint", f"{WEIGHT}: 20 of 20 elements"],
         )
         for path in ("../outside", "/etc/passwd", "a/../../outside", "", "c:\\file", "s3://bucket/file")
@@ -224,33 +223,33 @@ def test_contradictions_are_listed(copy: Path, monkeypatch: pytest.MonkeyPatch) 
         assert not any("overlap" in text for text in texts)
     for value in ("3", -1, None, 2.5):
         wrong = changed(
-            copy, f"of {value}", lambda found, v=value: setattr(chunks_in(found, WEIGHT)[0], "sizes", (v, 5))
+            copy, f"of {value}", lambda found, v=value: setattr(entry_of(found, WEIGHT).chunks[0], "sizes", (v, 5))
         )
         assert_one_line(run("verify", wrong), f"a size or an offset is {value!r}")
 
 
 def gone(metadata: Metadata) -> None:
-    chunk = chunks_in(metadata, "model.fused").pop()
+    chunk = entry_of(metadata, "model.fused").chunks.pop()
     del metadata.storage_data[MetadataIndex("model.fused", chunk.offsets)]
 
 
 def overlapping(metadata: Metadata) -> None:
-    second = chunks_in(metadata, "model.fused")[1]
+    second = entry_of(metadata, "model.fused").chunks[1]
     place = metadata.storage_data.pop(MetadataIndex("model.fused", second.offsets))
     second.offsets = torch.Size([3, 0])
     metadata.storage_data[MetadataIndex("model.fused", (3, 0))] = place
 
 
 def outside(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["model.fused"].size = torch.Size([6, 6])  # type: ignore[union-attr]
+    entry_of(metadata, "model.fused").size = torch.Size([6, 6])
 
 
 def in_the_same_bytes(metadata: Metadata) -> None:
     """Empty chunks may share their bytes with another; two with elements would have the same values."""
-    first, second = chunks_in(metadata, "model.fused")
+    first, second = entry_of(metadata, "model.fused").chunks
     second.offsets, second.sizes = torch.Size([4, 0]), torch.Size([4, 6])
-    metadata.state_dict_metadata["model.fused"].size = torch.Size([8, 6])  # type: ignore[union-attr]
-    metadata.storage_data[MetadataIndex("model.fused", (4, 0))] = place_of(metadata, "model.fused", *first.offsets)
+    entry_of(metadata, "model.fused").size = torch.Size([8, 6])
+    metadata.storage_data[MetadataIndex("model.fused", (4, 0))] = info_of(metadata, "model.fused", *first.offsets)
 
 
 CHUNKS = [
@@ -273,7 +272,7 @@ def test_chunks_of_two_ranks(tmp_path: Path) -> None:
     found = as_json("inspect", columns, "--tiling", "model.fused")
     assert [chunk["offsets"] for chunk in found["chunks"]] == [[0, 0], [0, 3]]
     assert_one_line(run("inspect", rows, "--tiling", "model.nothing"), "model.nothing is not in the checkpoint")
-    broken = changed(rows, "broken", lambda metadata: chunks_in(metadata, "model.fused").pop())
+    broken = changed(rows, "broken", lambda metadata: entry_of(metadata, "model.fused").chunks.pop())
     assert_one_line(run("diff", broken, columns), "model.fused in ", "elements are in no chunk; see the command verify")
 
 
@@ -363,7 +362,7 @@ def test_a_pickle_that_is_overwritten(tmp_path: Path) -> None:
     ):
         with without_checksums():
             folder = save(tmp_path / key, IN_ORDER)
-        info = next(info for index, info in metadata_of(folder).storage_data.items() if index.fqn == key)
+        info = place_of(folder, key)
         content = bytearray((folder / info.relative_path).read_bytes())
         at = content.index(old, content.index(after, info.offset))
         content[at : at + len(new)] = new

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from checkpoint_tools.convert import fsdp_dtensor
-from tests.checkpoint_tools.saves import Trap, same_bits, save
-from tests.checkpoint_tools.tool import assert_one_line, chunks_of, load, made, run, shown, values_of
+from tests.checkpoint_tools.saves import Trap, flip_bit, same_bits, save
+from tests.checkpoint_tools.tool import assert_one_line, chunks_of, load, made, run, shown, values_of, with_names
 
 LAYERS, EXPERTS = 2, 3
 GATED, DENSE, TOWER = (
@@ -153,13 +153,6 @@ def test_large_tensors_are_read_and_written_in_pieces(
     assert len(list((tmp_path / "new").glob("*.distcp"))) == pytest.approx(nbytes / 2048, abs=1)
 
 
-def test_experts_that_are_modules_of_their_own(source: Source, tmp_path: Path) -> None:
-    source.args.moe_grouped_gemm = False
-    found = values_of(made("convert", source.save(tmp_path / "source"), tmp_path / "new", "--to", "fsdp_dtensor"))
-    gate = found["model.module.decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight_w"]
-    assert same_bits(gate, source.values[f"optimizer.state.param.{GATED}"][1, 2, :5])
-
-
 def test_counters_that_torchs_optimizers_have(source: Source, tmp_path: Path) -> None:
     """Beside their groups, and in a chain; both have made so many steps as they say themselves."""
     groups = [{option: value for option, value in group.items() if option != "step"} for group in GROUPS]
@@ -194,11 +187,10 @@ def test_groups_that_are_not_megatrons_own_are_asked_for(source: Source, tmp_pat
     lead = "optimizer.param_to_group_meta.module.module.module."
     names = {key.removeprefix(lead).removesuffix(".lr") for key in expected(source) if key.startswith(lead)}
     names = {name for name in names if not name.endswith((".step", ".betas", "_mult", "parallel", "_lr"))}
-    (tmp_path / "names.json").write_text(json.dumps([sorted(n for n in names if "vit" not in n), [f"{TOWER}.no"]]))
-    assert_one_line(run(*command, "--names", tmp_path / "names.json"), "which of 2 param groups vit.layers.0")
+    wrong = with_names(tmp_path, [sorted(n for n in names if "vit" not in n), [f"{TOWER}.no"]])
+    assert_one_line(run(*command, *wrong), "which of 2 param groups vit.layers.0")
     apart = [sorted(name for name in names if ("vit" in name) == is_tower) for is_tower in (False, True)]
-    (tmp_path / "names.json").write_text(json.dumps(apart))
-    found = values_of(made(*command, "--names", tmp_path / "names.json"))
+    found = values_of(made(*command, *with_names(tmp_path, apart)))
     assert {found[f"{lead}{name}.lr"] for name in apart[0]} == {1.5}
     assert {found[f"{lead}{name}.lr"] for name in apart[1]} == {0.125}
 
@@ -256,9 +248,7 @@ def test_a_damaged_common_file_and_other_folders_are_refused(source: Source, tmp
     folder = source.save(tmp_path / "source")
     command = ("convert", folder, tmp_path / "new", "--to", "fsdp_dtensor")
     assert_one_line(run(*command, "--dtype", "bf16"), "--dtype and --key-prefix are not for fsdp_dtensor")
-    content = bytearray((folder / "common.pt").read_bytes())
-    content[content.index(b"num_steps")] ^= 1
-    (folder / "common.pt").write_bytes(content)
+    flip_bit(folder / "common.pt", (folder / "common.pt").read_bytes().index(b"num_steps"))
     assert_one_line(run(*command), "common.pt cannot be understood", "another CRC-32")
     (folder / "common.pt").unlink()
     assert_one_line(run(*command), "has no common.pt, in which torch_dist has its options; fetch it")

@@ -1,8 +1,7 @@
 """A folder of transformers' Trainer, whose optimizer.pt knows parameters by number: a checkpoint with state by name."""
 
-import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from tests.checkpoint_tools.formats import SMALL_CONFIG
-from tests.checkpoint_tools.saves import Trap, same_bits
-from tests.checkpoint_tools.tool import assert_one_line, made, names, run, shown, values_of
+from tests.checkpoint_tools.saves import Trap, edit_file, same_bits
+from tests.checkpoint_tools.tool import assert_one_line, made, names, run, shown, values_of, with_names
 
 SMALL: dict[str, Any] = SMALL_CONFIG | {"tie_word_embeddings": True}
 
@@ -58,43 +57,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(tmp_path_factory.mktemp("trained"))
 
 
-def converted(folder: Path, new: Path, given: Sequence[Any]) -> Path:
-    file = new.with_suffix(".json")
-    file.write_text(json.dumps(given))
-    return made("convert", folder, new, "--names", file)
-
-
 def test_every_number_gets_its_name(trained: Run, tmp_path: Path) -> None:
     """Weights that decay and others are two groups, and the tied head is no parameter: there is one way."""
     assert [len(group) for group in trained.groups()] == [15, 11]
-    new = converted(trained.folder, tmp_path / "flat", trained.names)
+    new = made("convert", trained.folder, tmp_path / "flat", *with_names(tmp_path, trained.names))
     trained.assert_is(new)
     assert (new / "trainer_state.json").exists()
-    trained.assert_is(converted(trained.folder, tmp_path / "groups", trained.groups()))
+    trained.assert_is(made("convert", trained.folder, tmp_path / "groups", *with_names(tmp_path, trained.groups())))
     made("convert", new, tmp_path / "safetensors")
     assert "the same: " in shown("diff", new, made("convert", tmp_path / "safetensors", tmp_path / "back"))
 
 
 def test_a_frozen_layer_fits_twice_and_is_asked_for(tmp_path: Path) -> None:
     run_ = Run(tmp_path / "run", frozen="model.layers.0")
-    (tmp_path / "names.json").write_text(json.dumps(run_.names))
-    command = ("convert", run_.folder, tmp_path / "new", "--names", tmp_path / "names.json")
-    assert_one_line(run(*command), "14 of them in groups of [8, 6], and several ways to name them fit (")
-    run_.assert_is(converted(run_.folder, tmp_path / "groups", run_.groups()))
-    run_.assert_is(converted(run_.folder, tmp_path / "flat", [n for n in run_.names if "layers.0" not in n]))
+    refused = run("convert", run_.folder, tmp_path / "new", *with_names(tmp_path, run_.names))
+    assert_one_line(refused, "14 of them in groups of [8, 6], and several ways to name them fit (")
+    for number, given in enumerate((run_.groups(), [name for name in run_.names if "layers.0" not in name])):
+        run_.assert_is(made("convert", run_.folder, tmp_path / f"{number}", *with_names(tmp_path, given)))
 
 
-def _without_a_group(folder: Path) -> None:
-    state = torch.load(folder / "optimizer.pt")
-    del state["param_groups"][1]
-    torch.save(state, folder / "optimizer.pt")
+def _edit(edit: Callable[[Any], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_file(folder / "optimizer.pt", edit)
 
 
-def _with_another_shape(folder: Path) -> None:
-    state = torch.load(folder / "optimizer.pt")
-    state["state"][3]["exp_avg"] = torch.zeros(3, 5)
-    state["state"][3]["exp_avg_sq"] = torch.zeros(3, 5)
-    torch.save(state, folder / "optimizer.pt")
+OTHER_SHAPE = {"exp_avg": torch.zeros(3, 5), "exp_avg_sq": torch.zeros(3, 5)}
 
 
 def _with_a_trap(folder: Path) -> None:
@@ -106,8 +92,16 @@ def _swapped(names: list[str]) -> list[str]:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], Callable[[list[str]], Any], str]] = {
-    "state in no group": (_without_a_group, list, "a parameter with state is in no param group"),
-    "another shape": (_with_another_shape, list, "the model's names and shapes do not fit"),
+    "state in no group": (
+        _edit(lambda state: state["param_groups"].pop(1)),
+        list,
+        "a parameter with state is in no param group",
+    ),
+    "another shape": (
+        _edit(lambda state: state["state"][3].update(OTHER_SHAPE)),
+        list,
+        "the model's names and shapes do not fit",
+    ),
     "another order": (lambda _: None, _swapped, "the model's names and shapes do not fit"),
     "a name too few": (lambda _: None, lambda names: names[1:], "the model's names and shapes do not fit"),
     "a name of no weight": (lambda _: None, lambda names: [*names, "x"], "--names has x, and"),
@@ -121,16 +115,14 @@ def test_what_does_not_fit_is_refused(case: str, trained: Run, tmp_path: Path) -
     spoil, given, said = REFUSED[case]
     folder = Path(shutil.copytree(trained.folder, tmp_path / "source"))
     spoil(folder)
-    (tmp_path / "names.json").write_text(json.dumps(given(trained.names)))
-    assert_one_line(run("convert", folder, tmp_path / "new", "--names", tmp_path / "names.json"), said)
+    assert_one_line(run("convert", folder, tmp_path / "new", *with_names(tmp_path, given(trained.names))), said)
     assert names(tmp_path) == ["names.json", "source"]
     assert not (folder / "ran").exists()
 
 
 def test_without_names_it_says_what_to_give(trained: Run, tmp_path: Path) -> None:
-    (tmp_path / "names.json").write_text(json.dumps(trained.names))
     told = "optimizer.pt has the optimizer's state, which would be left behind", "--names FILE one of both", "--exclude"
     assert_one_line(run("convert", trained.folder, tmp_path / "new"), *told)
     weights = made("convert", trained.folder, tmp_path / "weights", "--exclude", "optimizer.pt")
-    idle = run("convert", weights, tmp_path / "new", "--names", tmp_path / "names.json")
+    idle = run("convert", weights, tmp_path / "new", *with_names(tmp_path, trained.names))
     assert_one_line(idle, "--names is for files of ranks, or safetensors with one optimizer.pt; leave it out")

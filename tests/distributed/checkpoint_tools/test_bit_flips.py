@@ -27,8 +27,8 @@ from checkpoint_tools import seal, verify
 from checkpoint_tools.core.text import CheckpointError
 from checkpoint_tools.look.verify import check_whole
 from fsdp_offload.checkpoint import ArenaStager
-from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, changed, rule, save, without_checksums
-from tests.checkpoint_tools.tool import as_json, assert_one_line, made, metadata_of, names, run, shown
+from tests.checkpoint_tools.saves import DOWN, FUSED, RULES, changed, full, rule, save, without_checksums
+from tests.checkpoint_tools.tool import as_json, assert_one_line, made, metadata_of, names, place_of, run, shown
 from tests.distributed.launch import mesh, spawn
 from tests.process_groups import process_group
 
@@ -113,11 +113,6 @@ class Flip(NamedTuple):
         """Once flips it, and twice back."""
         with (folder / self.file).open("r+b") as stream, mmap(stream.fileno(), 0) as content:
             content[self.at] ^= 1 << self.bit
-
-
-def place_of(folder: Path, key: str) -> Any:
-    """Which file has an item, its offset and its length."""
-    return next(info for index, info in metadata_of(folder).storage_data.items() if index.fqn == key)
 
 
 def random_flip(folder: Path, where: str, choose: random.Random) -> Flip:
@@ -220,16 +215,6 @@ def test_a_flip_in_every_bit_of_a_small_item(tmp_path: Path, every: int) -> None
     assert not unnoticed, unnoticed
 
 
-def test_commands_that_find_a_flip(copies: dict[str, Path], tmp_path: Path) -> None:
-    folder = copies["without"]
-    item = place_of(folder, f"model.{FUSED}")
-    Flip(item.relative_path, item.offset + item.length // 2, 3).apply(folder)
-    assert "not whether data are as written: see --data" in shown("verify", folder)
-    told = "are damaged: their CRC-32 is not the one that was written with them"
-    assert told in shown("verify", folder, "--finite", code=1)
-    assert_one_line(run("convert", folder, tmp_path / "made"), told)
-
-
 def test_files_without_checksums_are_taken_and_told_of(tmp_path: Path) -> None:
     with without_checksums():
         folder = save(tmp_path / "without", state())
@@ -276,8 +261,8 @@ def test_files_and_metadata_of_another_save(copies: dict[str, Path], saved: dict
     assert passes(READERS["verify --data"], mixed, tmp_path / "made")
 
 
-def test_a_flip_before_the_seal(copies: dict[str, Path]) -> None:
-    """In the data it is found as one after it; around them nothing is sealed."""
+def test_a_flip_before_the_seal(copies: dict[str, Path], tmp_path: Path) -> None:
+    """In the data it is found, without a seal and as one after it; around them nothing is sealed."""
     folder = copies["without"]
     item = place_of(folder, f"model.{FUSED}")
     around, inside = (Flip(item.relative_path, item.offset + at, 3) for at in (0, item.length // 2))
@@ -287,6 +272,10 @@ def test_a_flip_before_the_seal(copies: dict[str, Path]) -> None:
     assert not (folder / MANIFEST).exists()
     around.apply(folder)
     inside.apply(folder)
+    assert "not whether data are as written: see --data" in shown("verify", folder)
+    told = "are damaged: their CRC-32 is not the one that was written with them"
+    assert told in shown("verify", folder, "--finite", code=1)
+    assert_one_line(run("convert", folder, tmp_path / "made"), told)
     seal(folder)
     assert len(verify(folder)) == 1
 
@@ -307,10 +296,6 @@ def test_ways_of_writing(tmp_path: Path, options: Any) -> None:
     assert seal(url) == []
     assert verify(url) == []
     assert as_json("verify", url)["notes"] == []
-
-
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
 
 
 def test_what_cannot_be_sealed(copies: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """accelerate with FSDP2: what its ``save_state`` writes is read, and split through its own loads and saves."""
 
-import os
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -9,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from checkpoint_tools import preset, split_state_dict, verify
+from tests.checkpoint_tools.formats import stepped
 from tests.checkpoint_tools.tool import as_json
 from tests.distributed.launch import spawn
+from tests.distributed.test_integration_accelerate import accelerator_for
 
 pytestmark = pytest.mark.distributed
 
 
-class Mlp(nn.Module):
-    """As Phi-3's, or with gate and up apart; of sizes that two ranks cannot share evenly."""
+class Block(nn.Module):
+    """An MLP as Phi-3's, or with gate and up apart; of sizes that two ranks cannot share evenly."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -44,18 +43,10 @@ def test_what_accelerate_saves_is_read_split_and_loaded(tmp_path: Path) -> None:
             assert any(key in row["key"] for row in found["keys"])
 
 
-def accelerated(rank: int, world_size: int, *, fused: bool) -> tuple[Accelerator, nn.Module, Any]:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": str(world_size)}
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap", reshard_after_forward=True
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    # It would leave FSDP to accelerators; what it does after this line is the same on a CPU.
-    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
+def accelerated(rank: int, world_size: int, *, fused: bool) -> tuple[Any, nn.Module, Any]:
+    accelerator = accelerator_for(rank, world_size, "SHARDED_STATE_DICT")
     torch.manual_seed(1)
-    model = nn.Sequential(OrderedDict(mlp=Mlp(fused=fused)))
+    model = nn.Sequential(OrderedDict(mlp=Block(fused=fused)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
     model, optimizer = accelerator.prepare(model, optimizer)
     return accelerator, model, optimizer
@@ -70,10 +61,7 @@ def wholes_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def run_accelerate(rank: int, world_size: int, folder: Path) -> None:
     accelerator, model, optimizer = accelerated(rank, world_size, fused=True)
-    for _ in range(2):
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step()
+    stepped(model, optimizer)
     accelerator.save_state(folder / "fused")
 
     # As accelerate saves it, but split; then loaded by accelerate into a model with separate weights.
