@@ -186,8 +186,8 @@ def translate(
                 request = Request(step.rules, known, left_out, is_sure=True)
                 new = rewrite.plan(old, step.way, request)
             is_last = number + 1 == len(work)
-            # No record of splits, neither of this step's nor of the source's, whose names are gone.
-            sidecars: dict[str, bytes | None] = dict.fromkeys(file for file in old.sidecars if file != RECORD_FILE)
+            kept = [file for file in old.sidecars if file != RECORD_FILE]  # no record of splits: its names are gone
+            sidecars: dict[str, bytes | None] = dict.fromkeys(kept)
             if is_last and frameworks[1] == "megatron":  # files that Megatron-Core expects with torch_dist
                 torch.save({}, buffer := io.BytesIO())
                 sidecars = {COMMON_FILE: buffer.getvalue(), FORMAT_FILE: _TORCH_DIST.read_bytes(), **sidecars}

@@ -688,6 +688,10 @@ class WayBack:
             item.used["store"] = mark  # R1: the update writes the parameters that this store reads
         self._stored.add(bucket)
 
+    def distrust(self, params: Iterable[Tensor]) -> None:
+        """Store ``params`` again before their update: others may write them, and versions miss some writes."""
+        self._stored = {one for one in self._stored if not set(params).intersection(one.params)}
+
     def updated(self, bucket: Bucket) -> None:
         """Note that the update of ``bucket`` has written its parameters: this does not count as a write by the user."""
         self._versions.update(zip(bucket.params, versions_of(bucket.params), strict=True))

@@ -37,7 +37,13 @@ class ParamGroups:
         return ids_of(optimizer) == self.ids and self.keys_of(optimizer) == self.keys
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Record the group of each parameter."""
+        """Record the group of each parameter.
+
+        Raises:
+            ValueError: a parameter is listed twice; nothing has been changed.
+        """
+        if len(ids := list(itertools.chain(*ids_of(optimizer)))) > len(set(ids)):
+            raise ValueError("param_groups lists a parameter more than once. List each parameter once.")
         self.unplanned, shards = [], self._plan.shards
         for shard in shards.values():
             shard.group = -1  # no longer in any group, unless found below

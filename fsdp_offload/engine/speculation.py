@@ -28,7 +28,7 @@ from ..core.loop import Core, WayBack
 from ..device.arena import Region, aligned
 from ..device.lanes import Copy, HostFlag
 from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of, versions_of
-from ..fsdp.gradients import USED_UP, is_spent, is_watched, note_freed, spend, unwatch, watch
+from ..fsdp.gradients import USED_UP, SpentGradient, is_spent, is_watched, note_freed, unwatch, watch
 from ..fsdp.optim import scaler_decides
 from ..state.shard import StateShard
 from ..state.store import StateStore, is_exchanged
@@ -72,7 +72,8 @@ class Ahead:
         is_touched: a loop that does not clip has changed gradients.
         used: by parameter, the gradient that an update in the backward has used or would use; the versions of gradient
             and parameter then.
-        freed: by parameter whose gradient was freed with its update, the parameter's version then.
+        freed: by parameter whose gradient was freed with its update, the parameter's version then, and what took the
+            gradient's place.
         without_state: parameters without state.
         all_one: bool tensor on the device: all factors of clipping are 1.
         put_off: gradients that clipping has not scaled yet, and the function that scales them.
@@ -83,7 +84,7 @@ class Ahead:
         self.way_back = way_back
         self.is_speculative = self.is_off = self.is_touched = False
         self.used: dict[Tensor, tuple[Tensor, Version, Version]] = {}
-        self.freed: dict[Tensor, Version] = {}
+        self.freed: dict[Tensor, tuple[Version, Tensor]] = {}
         self.without_state: set[Tensor] = set()
         self.all_one: Tensor | None = None
         self.put_off: list[tuple[list[Tensor], Scale]] = []
@@ -362,8 +363,8 @@ class Speculation:
             if shard.group < 0:
                 continue  # it has left the param groups: its gradient is not used, and keeps accumulating
             if param.grad is not None and not is_spent(param) and done.issuperset(shard.buckets):
-                self.ahead.freed[param] = version_of(param)
-                spend(param)
+                self.ahead.freed[param] = version_of(param), (spent := SpentGradient(param))
+                param.grad = spent  # the caller keeps the gradient for the update
 
     def forget(self) -> None:
         """Forget which gradients updates of this step have used: ``step()`` uses all of them."""
@@ -378,7 +379,8 @@ class Speculation:
     def written(self) -> list[Tensor]:
         """List parameters that the user has written since their update, as their versions tell."""
         ahead = self.ahead
-        seen = {param: version for param, (_, _, version) in ahead.used.items()} | ahead.freed
+        seen = {param: version for param, (_, _, version) in ahead.used.items()}
+        seen |= {param: version for param, (version, _) in ahead.freed.items()}
         now = versions_of(seen)
         return [param for param, version in zip(seen, now, strict=True) if version != seen[param]]
 
@@ -389,7 +391,8 @@ class Speculation:
             return ""
         if ahead.is_touched and (written := self.written()):
             return f"{self._names.get(written[0], 'a parameter')} has been written since then"
-        exchanged = [*(param for param in ahead.freed if not is_spent(param)), *_exchanged(ahead.used)]
+        exchanged = [p for p, (_, spent) in ahead.freed.items() if p.grad is not spent or not is_spent(p)]
+        exchanged += _exchanged(ahead.used)
         if exchanged:
             return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been changed since then"
         if ahead.is_touched:
@@ -397,7 +400,7 @@ class Speculation:
         used = set[StateShard]().union(*step.used.values())
         exposed = [home for bucket in self._core.done if (home := bucket.state.home).exposed_at is not None]
         is_written = any(home.seen != home.version() for home in exposed)
-        if is_written or self._are_exchanged(used, states):
+        if is_written or self._are_exchanged(used, states) or step.are_counters_written():
             return "optimizer.state has changed since then"
         if scaler_decides(optimizer, kwargs):
             return "a GradScaler decides only now whether there is a step"
@@ -406,9 +409,10 @@ class Speculation:
 
     def _are_exchanged(self, used: set[StateShard], states: StateStore) -> bool:
         """Return whether the user has replaced homes by other tensors, or deleted state of shards in ``used``."""
+        moved = used
         if self.made:  # all bytes of a bucket move to the spare home, also those of shards that get no update
             moved = {shard for bucket in self._core.done for shard in home_of(bucket).shards}
-        for shard in moved if self.made else used:
+        for shard in moved:
             state = states.get(shard.param)
             # The CPU fills an entry later.
             is_gone = not state and shard in used and not (shard.on_host and states.has(shard.param))
@@ -446,6 +450,8 @@ class Speculation:
     def writes(self, tensors: Sequence[Tensor]) -> None:
         if not self._tell_by_version(tensors):
             self._note_write()
+        else:
+            self.ahead.way_back.distrust(tensors)
 
     def _note_write(self) -> None:
         if not self.announced:
@@ -460,6 +466,8 @@ class Speculation:
         if not self._tell_by_version(tensors):
             self._shared.update((tensor, None) for tensor in tensors if not tensor.requires_grad)
             self._note_write()
+        else:
+            self.ahead.way_back.distrust(tensors)
 
     def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether versions suffice: all are parameters that no speculative update has written."""

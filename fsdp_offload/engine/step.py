@@ -22,7 +22,7 @@ from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
 from ..state.layout import params_of
 from ..state.shard import StateShard
-from ..state.store import OwnCounters, StateStore
+from ..state.store import OwnCounters, StateStore, counters_of
 from .groups import ParamGroups
 from .homes import Lending, Plan, Turning, home_of
 from .weights import Weights
@@ -86,6 +86,7 @@ class Step(Turning):
         divided: param groups and counters that the buckets of this step share.
         without_state: parameters that had no state when the step began.
         used: by bucket number, shards whose gradients this step has used.
+        counted: by shard that a certain step has updated in the backward, :func:`counters_of` it after its update.
         heard: objects of listeners that hear of its updates.
     """
 
@@ -109,11 +110,19 @@ class Step(Turning):
             contents.host.begin(optimizer, plan.host_shards())
         self.without_state = [param for param in plan.shards if not states.get(param)]
         self.used: dict[int, set[StateShard]] = {}
+        self.counted: dict[StateShard, tuple[list[object], list[object]]] = {}
         self.stores_kept = any(one.stores_kept for one in contents.listeners)
         self.heard = [heard for one in contents.listeners if (heard := one.begin()) is not None]
         if layouts.capabilities.joins:
             # A listener may copy the parameters of an update first.
             self.joined_bytes = UPDATED_BYTES if is_fused and not self.heard else LARGEST_BYTES
+
+    def are_counters_written(self) -> bool:
+        """Return whether the user has changed counters that updates in the backward have used."""
+        if self.own is not None:
+            return self.own.are_written()
+        now = {shard: counters_of(self.states.get(shard.param), shard.homes) for shard in self.counted}
+        return any(now[shard][1] != seen for shard, (_, seen) in self.counted.items())
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Skip the gradients of ``params``: a step that a load has discarded used them."""
@@ -214,6 +223,9 @@ class Step(Turning):
                             run = partial(one_heard.update, ranges, run)
                         run()
                 self._contents.writes_gradients |= before != _versions(ranges)
+                if states is self.states and self.stepping is None:
+                    shards = {one.shard: None for one in ranges}
+                    self.counted |= {one: counters_of(states.get(one.param), one.homes) for one in shards}
             finally:
                 for one in ranges:
                     one.gradient = None  # a range outlives its update, and the step

@@ -238,11 +238,6 @@ is_freed = functools.partial(_is_in, (_Stage.FREED,))
 is_zeroed = functools.partial(_is_in, (_Stage.ZEROED,))
 
 
-def spend(param: Tensor) -> None:
-    """Replace the gradient of ``param`` by a spent one; the caller keeps the gradient for the update."""
-    param.grad = SpentGradient(param)
-
-
 def note_freed(param: Tensor) -> None:
     """Mark the gradient as freed: the step that used it has ended, and no other reference is left."""
     grad = param.grad

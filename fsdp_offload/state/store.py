@@ -57,6 +57,12 @@ class OwnCounters(StateStore):
     def __init__(self, states: StateStore, shards: Mapping[Tensor, StateShard]) -> None:
         super().__init__(defaultdict(dict))  # the copies
         self.states, self._shards = states, shards
+        self._seen: dict[Tensor, tuple[list[object], list[object]]] = {}  # the user's counters when they were copied
+
+    def are_written(self) -> bool:
+        """Return whether the user has changed counters since they were copied."""
+        now = {param: counters_of(self.states.get(param), self._shards[param].homes) for param in self._seen}
+        return any(now[param][1] != seen for param, (_, seen) in self._seen.items())
 
     def get(self, param: Tensor) -> UserState:
         if param not in self._states:
@@ -73,6 +79,7 @@ class OwnCounters(StateStore):
             if param in self._states or not (state := self.states.get(param)):
                 continue
             self._states[param], homes = (own := dict(state)), self._shards[param].homes
+            self._seen[param] = counters_of(state, homes)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value is not homes.get(name):
                     own[name] = torch.empty_like(value)
@@ -107,6 +114,22 @@ class OwnCounters(StateStore):
                     state[name] = value
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def counters_of(state: UserState, homes: Mapping[str, Tensor]) -> tuple[list[object], list[object]]:
+    """Return the values of ``state`` without a home, and what changes with a write into one, or another in its place.
+
+    That is a version, and on the CPU the number: versions miss some writes. Keep the values: their ids are in it.
+    """
+    counters = {name: value for name, value in state.items() if name not in homes}
+    seen: list[object] = []
+    for name, value in counters.items():
+        if isinstance(value, Tensor):
+            number = value.item() if value.is_cpu and value.numel() == 1 else None
+            seen.append((name, id(value), value._version, number))
+        else:
+            seen.append((name, value))
+    return [*counters.values()], seen
 
 
 # What users see -------------------------------------------------------------------------------------------------------

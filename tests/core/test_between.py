@@ -261,32 +261,69 @@ def test_an_interrupt_while_guesses_are_committed(mesh: DeviceMesh, monkeypatch:
         loop.optimizer.step()
 
 
-DELETIONS: dict[str, Callable[[Any, Tensor], object]] = {
-    "clear": lambda optimizer, _: optimizer.state.clear(),
-    "del": lambda optimizer, param: operator.delitem(optimizer.state, param),
-    "pop": lambda optimizer, param: optimizer.state.pop(param),
-    "an empty entry": lambda optimizer, param: operator.setitem(optimizer.state, param, {}),
-    "update": lambda optimizer, param: optimizer.state.update({param: {}}),
-    "|=": lambda optimizer, param: operator.ior(optimizer.state, {param: {}}),
-    "another": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
+def _write_counters(counters: Sequence[Tensor]) -> None:
+    for counter in counters:
+        counter.fill_(0.0)
+
+
+EDITS: dict[str, Callable[[Any, Tensor, list[Tensor]], object]] = {
+    "clear": lambda optimizer, _, __: optimizer.state.clear(),
+    "del": lambda optimizer, param, _: operator.delitem(optimizer.state, param),
+    "pop": lambda optimizer, param, _: optimizer.state.pop(param),
+    "an empty entry": lambda optimizer, param, _: operator.setitem(optimizer.state, param, {}),
+    "update": lambda optimizer, param, _: optimizer.state.update({param: {}}),
+    "|=": lambda optimizer, param, _: operator.ior(optimizer.state, {param: {}}),
+    "another": lambda optimizer, _, __: setattr(optimizer, "state", defaultdict(dict)),
+    "a counter": lambda optimizer, param, _: optimizer.state[param]["step"].zero_(),
+    "a counter, unseen": lambda optimizer, param, _: optimizer.state[param]["step"].data.zero_(),
+    "another counter": lambda optimizer, param, _: optimizer.state[param].update(step=torch.tensor(5.0)),
+    "counters from before": lambda _, __, counters: _write_counters(counters),
 }
 
 
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("delete", DELETIONS.values(), ids=DELETIONS)
-def test_state_deleted_before_the_step(mesh: DeviceMesh, delete: Callable[[Any, Tensor], object], clips: bool) -> None:
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_state_edited_before_the_step(
+    mesh: DeviceMesh, edit: Callable[[Any, Tensor, list[Tensor]], object], clips: bool
+) -> None:
     """The backward has used it: it is refused, or, in a loop that clips, taken back."""
     plain, loop = pair(mesh, clipping(bucket_bytes=8192), net=small_net)
     for one in (plain, loop):
         one.train_clipped([NEVER] * 5) if clips else one.train(5)
+        counters = [entry["step"] for entry in one.optimizer.state.values()]
         one.backward(5)
-        delete(one.optimizer, one.params[0])
+        edit(one.optimizer, one.params[0], counters)
     if not clips:
         with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
             loop.optimizer.step()
         return
     for one in (plain, loop):
         one.clip(NEVER)
+        one.step()
+    assert_same_each_step(plain, loop)
+
+
+@pytest.mark.parametrize("parameters", [False, True])
+def test_gradients_that_change_places_before_the_step(mesh: DeviceMesh, parameters: bool) -> None:
+    loop = Loop(mesh, adamw, clipping(parameters=parameters), net=small_net).train(5)
+    loop.backward(5)
+    one, other = loop.named["blocks.0.up.weight"], loop.named["blocks.1.up.weight"]
+    one.grad, other.grad = other.grad, one.grad
+    with pytest.raises(RuntimeError, match=r"the gradient of blocks\.\d\.up\.weight has been changed since then"):
+        loop.optimizer.step()
+
+
+@pytest.mark.parametrize("limit", [NEVER, ALWAYS])
+def test_writes_that_no_version_shows_between_forward_and_backward(mesh: DeviceMesh, limit: float) -> None:
+    """A roll-back restores parameters as they were behind these writes."""
+    plain, loop = pair(mesh, clipping(), net=small_net)
+    for one in (plain, loop):
+        one.train_clipped([NEVER] * 5)
+        loss = one.model(one.batch(5))
+        for param in one.params:
+            param.detach().to_local().untyped_storage().copy_((param.detach().to_local() * 0.9).untyped_storage())
+        loss.backward()
+        one.clip(limit)
         one.step()
     assert_same_each_step(plain, loop)
 

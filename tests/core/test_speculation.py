@@ -296,6 +296,7 @@ def test_parameters_go_down_in_the_last_forward(
     """Once each, before the backward needs the link for state; not in an evaluation, whose weights may be others."""
     loop = Loop(mesh, adamw, clipping(), net=small_net, micro_batches=micro_batches)
     loop.train_clipped([NEVER] * 5)
+    all_bytes = sum(param.to_local().nbytes for param in loop.params)
     way_back, found = speculation_of(loop).ahead.way_back, [0]
     store, copy_ = way_back.core.lanes.store, way_back.core.lanes.store.copy
     old = {pair[0].data_ptr() for bucket in way_back.core.buckets for pair in bucket.old}
@@ -309,7 +310,6 @@ def test_parameters_go_down_in_the_last_forward(
         loop.model(loop.batch(5)).backward()
         assert found == [0]
     loss = loop.model(loop.batch(6))
-    all_bytes = sum(param.to_local().nbytes for param in loop.params)
     assert found == [all_bytes]
     loss.backward()
     assert found == [all_bytes]
