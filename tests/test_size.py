@@ -26,7 +26,7 @@ LIMITS = {
     "fsdp_offload/api": 1_830,  # 97 are add_masters; 70 document errors; 50 refuse what was ignored; 7 price a GB
     "fsdp_offload/checkpoint": 2_470,  # 170 are plain optimizers, Megatron-FSDP v2; 100 compare ranks; 120 wrong uses
     "fsdp_offload/core": 2_310,  # 80 are threads, holders; 120 join updates, time the host; 320 room by position
-    "fsdp_offload/engine": 3_375,  # 65 are shared state, counters, and what failures leave; 190 threads; 80 die; 25 are heard
+    "fsdp_offload/engine": 3_375,  # 65 are shared state, counters, what failures leave; 190 threads; 80 die; 25 heard
     "fsdp_offload/device": 1_050,  # 140 copies by the driver's calls, implied waits; 80 files; 30 queues; 40 threads
     "fsdp_offload/integrations": 545,  # 75 name remedies; 35 clip in the place of Lightning
     "fsdp_offload/listeners": 1_785,  # planned 900; 170 sum what others write, 60 in a kernel; 100 refuse; 910 recover
