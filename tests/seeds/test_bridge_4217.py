@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,17 +43,6 @@ def reloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # Wrapped once --------------------------------------------------------------------------------------------------------
-
-
-def test_a_hook_is_wrapped_once_however_often_the_loop_sets_it_up(reloads: list[str]) -> None:
-    loop = Loop(True)
-    wrapped = loop.finalize
-    for _ in range(5):
-        loop.finalize = reload_before(loop.finalize, loop.optimizer)
-    assert loop.finalize is wrapped
-    loop.train_step(0)
-    assert reloads == 2 * ["reload"]  # each of the two optimizers in the chain, once
-    assert loop.calls.count("finalize 7 dp") == 1
 
 
 def test_model_chunks_that_share_a_config_are_wrapped_once_and_others_each(reloads: list[str]) -> None:
@@ -133,19 +121,6 @@ def test_a_chain_in_which_nothing_is_offloaded_is_an_error_at_each_call_site(wha
     call = functools.partial(reload_before, lambda: None) if what == "hook" else what
     with pytest.raises(TypeError, match=r"is not offloaded; call offload_optimizer\(\) first|that holds some, got"):
         call(optimizer)
-
-
-def test_a_wrapped_hook_that_the_loop_never_calls_is_told() -> None:
-    loop = Loop(True)
-    loop.finalize = functools.partial(loop.finalize_model_grads, group="dp")  # overwritten after the wrapping
-    told = []
-    for step in range(6):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loop.train_step(step)
-        told += [step for one in caught if "a hook that was not called" in str(one.message)]
-    assert told
-    assert len(set(told)) == 1
 
 
 # Bridge's loop -------------------------------------------------------------------------------------------------------
