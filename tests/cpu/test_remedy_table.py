@@ -23,7 +23,7 @@ import fsdp_offload
 from fsdp_offload import add_masters, is_offloaded, offload_optimizer, remove_offload
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
-from fsdp_offload.listeners import weight_deltas, weights
+from fsdp_offload.listeners import weight_deltas, weights  # noqa: F401  # the first in rows
 from tests.remedies import Script, Whole, integration  # noqa: F401  # of a class, in rows
 
 IGNORED = (
@@ -211,16 +211,6 @@ def a_load_between(_: Path) -> Any:
     yield script.optimizer.step
     assert all(map(torch.equal, weights, script.weights()))
     script.optimizer.zero_grad()
-    return script
-
-
-@remedy("Bind the wrapper where the loop looks for it")
-def a_hook_that_no_loop_calls(_: Path) -> Any:
-    script = Script(attach=True)
-    hook = fsdp_offload.reload_before(None, script.optimizer)
-    yield lambda: script.train(3)
-    script.backward()
-    hook()
     return script
 
 
@@ -478,28 +468,6 @@ def a_container_of_a_users(_: Path) -> Any:
 # Listeners ------------------------------------------------------------------------------------------------------------
 
 
-@remedy("Call weight_deltas(optimizer) again behind offload_optimizer(), and send all weights once")
-def deltas_of_another_offload(_: Path) -> Any:
-    script = Script(attach=True)
-    deltas = weight_deltas(script.optimizer)
-    remove_offload(script.optimizer)
-    yield lambda: list(deltas)
-    script.attach()
-    assert list(weight_deltas(script.optimizer)) == []
-    return script
-
-
-@remedy("or attached anew, since weights(model) was called. Call it again")
-def weights_of_another_offload(_: Path) -> Any:
-    script = Script().attach(parameters=True)
-    loop = weights(script.model)
-    remove_offload(script.optimizer)
-    script.attach(parameters=True)
-    yield lambda: list(loop)
-    assert len([name for name, _ in weights(script.model)]) == 3
-    return script
-
-
 @remedy("Loop behind the step() of the last one; if it makes none this time, call its zero_grad() first")
 def weights_between_two_steps(_: Path) -> Any:
     script = Script(lambda params: torch.optim.AdamW([*params][:1])).attach(parameters=True)
@@ -747,6 +715,15 @@ for others there is accelerator.prepare()
 clip_with: this AdamW is not offloaded; call offload_optimizer() first
     Script() | integration("accelerate").clip_with(ACCELERATOR, s.optimizer)
     | s.attach(), integration("accelerate").clip_with(copy.copy(ACCELERATOR), s.optimizer)
+Bind the wrapper where the loop looks for it
+    Script(attach=True) | (hook := fsdp_offload.reload_before(None, s.optimizer)), s.train(3) | s.backward(), hook()
+Call weight_deltas(optimizer) again behind offload_optimizer(), and send all weights once
+    Script(attach=True) | (deltas := weight_deltas(s.optimizer)), remove_offload(s.optimizer), list(deltas)
+    | same([*weight_deltas(s.attach().optimizer)], [])
+or attached anew, since weights(model) was called. Call it again
+    Script().attach(parameters=True)
+    | (loop := weights(s.model)), remove_offload(s.optimizer), s.attach(parameters=True), list(loop)
+    | same(len([name for name, _ in weights(s.model)]), 3)
 names and dtypes are those of the model, and it is not known. Call offload_optimizer(optimizer, model=model)
     Script() | offload_optimizer(s.optimizer), weight_deltas(s.optimizer)
     | remove_offload(s.optimizer), same([*weight_deltas(s.attach().optimizer)], [])
