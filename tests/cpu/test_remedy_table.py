@@ -6,7 +6,7 @@ import functools
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from fsdp_offload import add_masters, is_offloaded, offload_optimizer, remove_of
 from fsdp_offload import checkpoint as ours
 from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp_offload.listeners import weight_deltas, weights  # noqa: F401  # the first in rows
-from tests.remedies import Script, Whole, integration  # noqa: F401  # of a class, in rows
+from tests.remedies import Script, Whole, integration, seen_of  # noqa: F401  # of a class, in rows
 
 IGNORED = (
     "offload_optimizer. The parameters are on the CPU",
@@ -40,7 +40,7 @@ pytestmark = [
 
 PACKAGE = Path(fsdp_offload.__file__).parent
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-Story = Callable[[Path], Iterator[Callable[[], object]]]
+Story = Callable[[Path], Generator[Callable[[], object], Any, Any]]
 TABLE: dict[str, Story] = {}
 """By what the message says to do: yields what is refused, does what is said, and returns the script, which trains."""
 
@@ -559,10 +559,10 @@ give one at a time, as in chained_optimizers
 Call remove_offload() on that one first
     Script(attach=True) | built(s, SGD, overlap="iteration")
     | remove_offload(s.optimizer), built(s, SGD, overlap="iteration")
-List each parameter once
+param_groups[0] lists a parameter more than once. List each parameter once
     Script(twice) | s.attach() | s.optimizer.param_groups[0].update(params=[*s.model.parameters()]), s.attach()
-Keep it in an attribute of the optimizer
-    Script(SGD) | s.optimizer.state.update(seen=4), s.attach()
+optimizer.state has the key 'seen', which is not a parameter: no bucket has it. Keep it in an attribute of the optimizer
+    (x := Script(SGD), x.optimizer.state.update(seen=4))[0] | s.attach()
     | setattr(s.optimizer, "seen", s.optimizer.state.pop("seen")), s.attach()
 After a forward without a backward, call model.reshard() before that
     sharded_behind() | s.model(torch.ones(1, 7)), built(s, SGD) | s.model.reshard(), built(s, SGD)
@@ -572,7 +572,7 @@ Shard without offload_policy: fully_shard(module)
 Call reload_model(model) first
     Script() | fsdp_offload.offload_model(s.model), s.attach(parameters=True)
     | fsdp_offload.reload_model(s.model), s.attach(parameters=True)
-Shard it, then build the optimizer, then attach
+needs a model whose parameters fully_shard has sharded. Shard it, then build the optimizer, then attach
     Script(shard=False) | s.attach(parameters=True) | fully_shard(s.model), built(s, SGD, parameters=True)
 Apply fully_shard to each block, then to the model
     sharded_behind() | built(s, SGD, overlap="forward") | Script().attach(overlap="forward")
@@ -598,14 +598,14 @@ Call it between two steps
 Leave it off: the device updates.
     Script(shard=False) | offload_optimizer(megatron(s, optimizer_cpu_offload=True))
     | offload_optimizer(megatron(s, optimizer_cpu_offload=False))
-Attach to the inner optimizer instead
+Around wraps another optimizer, its attribute 'fast'. Attach to the inner optimizer instead
     Script(Around) | s.attach() | built(s, lambda _: s.optimizer.fast)
-Set it to False
+param_groups[0] has differentiable=True: autograd follows its step, which needs all state. Set it to False
     Script(torch.optim.Adam, differentiable=True) | s.attach()
     | s.optimizer.param_groups[0].update(differentiable=False), s.attach()
 Call fully_shard, which exchanges them, then build the optimizer, then attach
     sharded_behind() | s.attach() | built(s, SGD)
-is not one of them. Leave it 0
+host_fraction=0.5 is for the elementwise optimizers of torch.optim, and Whole is not one of them. Leave it 0
     Script(Whole) | s.attach(host_fraction=0.5) | s.attach(host_fraction=0)
 Write policy=OffloadPolicy(parameters=True)
     materialized(SGD) | s.attach() | s.attach(parameters=True)
@@ -613,7 +613,7 @@ moves as a whole, and OffloadPolicy(parameters=True) moves parameters in pieces.
     Script(Whole) | s.attach(parameters=True) | s.attach(parameters=False)
 Materialize the model on its device: this optimizer moves as a whole
     materialized(Whole) | s.attach() | Script(Whole).attach()
-Leave it None
+pin_memory=True needs an accelerator, and the parameters are on the CPU. Leave it None
     Script() | s.attach(pin_memory=True) | s.attach(pin_memory=None)
 OffloadPolicy(trust_separable=True) moves it in pieces
     Script(Whole) | s.attach() | Script(Whole).attach(trust_separable=True)
@@ -725,7 +725,7 @@ or attached anew, since weights(model) was called. Call it again
     | (loop := weights(s.model)), remove_offload(s.optimizer), s.attach(parameters=True), list(loop)
     | same(len([name for name, _ in weights(s.model)]), 3)
 names and dtypes are those of the model, and it is not known. Call offload_optimizer(optimizer, model=model)
-    Script() | offload_optimizer(s.optimizer), weight_deltas(s.optimizer)
+    (x := Script(), offload_optimizer(x.optimizer))[0] | weight_deltas(s.optimizer)
     | remove_offload(s.optimizer), same([*weight_deltas(s.attach().optimizer)], [])
 the CPU updates a part of the weights. Use OffloadPolicy(host_fraction=0)
     Script().attach(host_fraction=1.0) | weight_deltas(s.optimizer)
@@ -740,10 +740,12 @@ Give OffloadPolicy(parameters=True) to offload_optimizer(optimizer, model=model)
 def in_short(row: str) -> Story:
     made, refused, as_said = row.split(" | ")
 
-    def story(path: Path) -> Iterator[Callable[[], object]]:
+    def story(path: Path) -> Generator[Callable[[], object], Any, Script]:
         names = {**globals(), "path": path}
         names["s"] = script = eval(made, names)
-        yield lambda: eval(refused, names)
+        before = seen_of(script.optimizer)
+        kind = yield lambda: eval(refused, names)
+        assert kind is not ValueError or seen_of(script.optimizer) == before
         done = eval(as_said, names)
         last = done[-1] if isinstance(done, tuple) else done
         return last if isinstance(last, Script) else script  # type: ignore[return-value]
@@ -767,11 +769,11 @@ def test_training_goes_on_after_what_the_message_says(words: str, tmp_path: Path
             warnings.filterwarnings("ignore", one)
         with pytest.raises((ValueError, TypeError, RuntimeError, OSError, UserWarning, CheckpointException)) as error:
             refused()
-    said = str(error.value)
+    said, kind = str(error.value), error.type
     del error, refused  # the frames of an error hold what was given
     assert words in said
     with pytest.raises(StopIteration) as end:
-        next(story)
+        story.send(kind)
     script = end.value.value
     if script is not None:
         assert is_offloaded(script.optimizer)
