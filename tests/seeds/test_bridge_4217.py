@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp_offload import (
     OffloadedOptimizer,
+    OffloadPolicy,
     offload_optimizer,
     offload_states,
     release_states,
@@ -19,7 +20,15 @@ from fsdp_offload import (
     reload_states,
     remove_offload,
 )
-from tests.cpu.test_megatron_chain import POLICY, ChainedOptimizer, DistributedOptimizer, Loop, Stub, assert_same
+from tests.cpu.test_megatron_chain import (
+    POLICY,
+    STAYING,
+    ChainedOptimizer,
+    DistributedOptimizer,
+    Loop,
+    Stub,
+    assert_same,
+)
 from tests.pages import blocks_of
 from tests.seeds import bridge
 
@@ -126,17 +135,21 @@ def test_a_chain_in_which_nothing_is_offloaded_is_an_error_at_each_call_site(wha
 # Bridge's loop -------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_run_again_calls_the_sites_again() -> None:
-    """The loop body runs once more when the rerun machinery says so: every site twice, before one step."""
-    on, off = Loop(True), Loop(False)
-    for number in range(4):
-        for loop in (on, off):
-            if number % 2:
-                with pytest.MonkeyPatch.context() as patch:
+@pytest.mark.parametrize("policy", [POLICY, STAYING], ids=["streams", "stays"])
+def test_a_step_that_is_run_again_or_skipped_calls_the_sites_again(policy: OffloadPolicy) -> None:
+    """The loop body runs once more when the rerun machinery says so: every site twice, before one step.
+
+    So it does behind an overflow: gradients are final and state is on its way back, and then there is no step.
+    """
+    on, off = Loop(True, policy), Loop(False)
+    for number in range(5):
+        for skipped in (True, False) if number % 2 else (False,):
+            with pytest.MonkeyPatch.context() as patch:
+                if skipped:
                     patch.setattr(DistributedOptimizer, "step", lambda self: None)
+                for loop in (on, off):
                     loop.train_step(number)
-            loop.train_step(number)
-        assert_same(on, off)
+            assert_same(on, off)
 
 
 class BridgeLoop(Loop):
