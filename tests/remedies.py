@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import offload_optimizer
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
 
 
 def integration(name: str) -> Any:
@@ -74,6 +75,15 @@ class Script:
             self.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def get(self, **options: Any) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, **options)
+
+    def template(self, **options: Any) -> dict[str, Any]:
+        return self.get(for_load=True, **options)
+
+    def set(self, state_dict: Any, **options: Any) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict, **options)
 
     def weights(self) -> list[Tensor]:
         params: list[Any] = list(self.model.parameters())

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import fsdp_offload
 from fsdp_offload import add_masters, is_offloaded, offload_optimizer, remove_offload
 from fsdp_offload import checkpoint as ours
-from fsdp_offload.checkpoint import arena_stager, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp_offload.checkpoint import arena_stager
 from fsdp_offload.listeners import weight_deltas, weights  # noqa: F401  # the first in rows
 from tests.remedies import Script, Whole, integration, seen_of  # noqa: F401  # of a class, in rows
 
@@ -222,15 +222,15 @@ def saved_script(path: Path, make: Any = torch.optim.AdamW, **options: Any) -> S
     script = Script(make, attach=True, **options)
     script.train()
     if not path.exists() or not any(path.iterdir()):
-        ours.save({"o": get_optimizer_state_dict(script.model, script.optimizer)}, checkpoint_id=path)
+        ours.save({"o": script.get()}, checkpoint_id=path)
     return Script(make, attach=True, **options)
 
 
 def resumed(
     script: Script, path: Path, load: Callable[..., object] = ours.load, beside: Any = (), **options: Any
 ) -> Script:
-    load(state := {"o": template_of(script), **dict(beside)}, checkpoint_id=path, **options)
-    set_optimizer_state_dict(script.model, script.optimizer, state["o"])
+    load(state := {"o": script.template(), **dict(beside)}, checkpoint_id=path, **options)
+    script.set(state["o"])
     return script
 
 
@@ -238,11 +238,7 @@ def trained_script() -> tuple[Script, dict[str, Any]]:
     """An offloaded one, and what it saves."""
     script = Script(attach=True)
     script.train()
-    return script, {"o": get_optimizer_state_dict(script.model, script.optimizer)}
-
-
-def template_of(script: Script) -> dict[str, Any]:
-    return get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+    return script, {"o": script.get()}
 
 
 @remedy("use AsyncCheckpointerType.THREAD, or DefaultStager")
@@ -277,7 +273,7 @@ def numbers_for_names(_: Path) -> Any:
     script = Script(attach=True)
     script.train()
     saved = copy.deepcopy(script.optimizer.state_dict())
-    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, saved)
+    yield lambda: script.set(saved)
     script.optimizer.load_state_dict(saved)
     for state in saved["state"].values():  # a full one, as of one GPU
         state |= {name: value.full_tensor() for name, value in state.items() if value.dim()}
@@ -286,7 +282,7 @@ def numbers_for_names(_: Path) -> Any:
     names = [name for name, _ in script.model.named_parameters()]
     state = {names[number]: values for number, values in saved["state"].items()}
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
-    set_optimizer_state_dict(script.model, script.optimizer, {"state": state, "param_groups": groups})
+    script.set({"state": state, "param_groups": groups})
     return script
 
 
@@ -326,7 +322,7 @@ def saved_by_number(path: Path) -> Any:
     numbered = {"m": script.model.state_dict(), "o": script.optimizer.state_dict()}
     ours.save(numbered, checkpoint_id=path / "by number")
     resumed = Script(attach=True)
-    by_name = {"m": resumed.model.state_dict(), "o": template_of(resumed)}
+    by_name = {"m": resumed.model.state_dict(), "o": resumed.template()}
     yield lambda: ours.load(by_name, checkpoint_id=path / "by number")
     resumed.train(1)
     state = {"m": resumed.model.state_dict(), "o": resumed.optimizer.state_dict()}
@@ -335,7 +331,7 @@ def saved_by_number(path: Path) -> Any:
     script.train()
     resumed.train()
     assert all(map(torch.equal, script.weights(), resumed.weights()))
-    ours.save({"o": get_optimizer_state_dict(resumed.model, resumed.optimizer)}, checkpoint_id=path / "by name")
+    ours.save({"o": resumed.get()}, checkpoint_id=path / "by name")
     return resumed
 
 
@@ -345,7 +341,7 @@ def copied_in_part(path: Path) -> Any:
     (file,) = path.glob("*.distcp")
     content = file.read_bytes()
     file.unlink()
-    yield lambda: ours.load({"o": template_of(script)}, checkpoint_id=path)
+    yield lambda: ours.load({"o": script.template()}, checkpoint_id=path)
     file.write_bytes(content)
     return resumed(script, path)
 
@@ -355,7 +351,7 @@ def consolidated(path: Path) -> Any:
     pytest.importorskip("safetensors")
     script = Script(attach=True)
     script.train()
-    state = get_optimizer_state_dict(script.model, script.optimizer, flatten_optimizer_state_dict=True)
+    state = script.get(flatten_optimizer_state_dict=True)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     writer = functools.partial(dcp.HuggingFaceStorageWriter, str(path / "h"))
     yield lambda: ours.save(tensors, storage_writer=writer(enable_consolidation=True))
@@ -370,14 +366,14 @@ def consolidated(path: Path) -> Any:
 @remedy("Load all of it, or take 0.bias out of the state dict")
 def loaded_in_part(path: Path) -> Any:
     script = saved_script(path)
-    template = template_of(script)
+    template = script.template()
     template["state"]["0.bias"]["exp_avg"].zero_()
     planner = ours.LoadPlanner(allow_extra=True)
     part = {"o": {"state": {n: s for n, s in template["state"].items() if n != "0.bias"}}}
     ours.load(part, checkpoint_id=path, planner=planner)
-    yield lambda: set_optimizer_state_dict(script.model, script.optimizer, template)
+    yield lambda: script.set(template)
     del template["state"]["0.bias"]
-    set_optimizer_state_dict(script.model, script.optimizer, template)
+    script.set(template)
     return script
 
 
@@ -389,13 +385,11 @@ def groups_that_mix(_: Path) -> Any:
 
     script = Script(two, attach=True)
     script.train()
-    state = get_optimizer_state_dict(
-        script.model, script.optimizer, flatten_optimizer_state_dict=True, cpu_offload=True
-    )
+    state = script.get(flatten_optimizer_state_dict=True, cpu_offload=True)
     mixed = Script(SGD, attach=True)
-    yield lambda: set_optimizer_state_dict(mixed.model, mixed.optimizer, state)
+    yield lambda: mixed.set(state)
     script = Script(two, attach=True)
-    set_optimizer_state_dict(script.model, script.optimizer, state)
+    script.set(state)
     return script
 
 
@@ -513,20 +507,12 @@ def again(script: Script, **options: Any) -> None:
     offload_optimizer(script.optimizer, model=script.model, policy={"overlap": "forward"}, **options)
 
 
-def get(script: Script, **options: Any) -> dict[str, Any]:
-    return get_optimizer_state_dict(script.model, script.optimizer, **options)
-
-
-def set_state(script: Script, state_dict: Any, **options: Any) -> None:
-    set_optimizer_state_dict(script.model, script.optimizer, state_dict, **options)
-
-
 def of_more(script: Script) -> dict[str, Any]:
-    return {**get(script, flatten_optimizer_state_dict=True), "param_groups.head.weight.lr": 0.1}
+    return {**script.get(flatten_optimizer_state_dict=True), "param_groups.head.weight.lr": 0.1}
 
 
 def of_fewer(script: Script) -> dict[str, Any]:
-    state = get(script, flatten_optimizer_state_dict=True)
+    state = script.get(flatten_optimizer_state_dict=True)
     return {key: value for key, value in state.items() if "2.weight" not in key}
 
 
@@ -639,42 +625,42 @@ give local.contiguous(), and load into that
     Script(attach=True) | ours.ShardTensor(torch.ones(3, 2).t(), ours.chunks_of((2, 3)))
     | ours.ShardTensor(torch.ones(3, 2).t().contiguous(), ours.chunks_of((2, 3)))
 as get_optimizer_state_dict gives them
-    trained_script()[0] | set_state(s, {"model": {}}) | set_state(s, get(s))
+    trained_script()[0] | s.set({"model": {}}) | s.set(s.get())
 Write Experts.of_rank(rank, count)
-    Script(attach=True) | get(s, experts=4) | get(s, experts=ours.Experts.of_rank(0, 4))
+    Script(attach=True) | s.get(experts=4) | s.get(experts=ours.Experts.of_rank(0, 4))
 are two layouts. Leave out one of them
-    trained_script()[0] | get(s, **{FLAT: True, MEGATRON: True})
-    | set_state(s, get(s, **{FLAT: True})), set_state(s, get(s, **{MEGATRON: True}))
+    trained_script()[0] | s.get(**{FLAT: True, MEGATRON: True})
+    | s.set(s.get(**{FLAT: True})), s.set(s.get(**{MEGATRON: True}))
 Give the model that it was built for
-    Script(attach=True) | get_optimizer_state_dict(Script().model, s.optimizer) | get(s)
+    Script(attach=True) | ours.get_optimizer_state_dict(Script().model, s.optimizer) | s.get()
 where state_dict is what get_optimizer_state_dict(for_load=True) gives
-    saved_script(path) | set_state(s, path) | resumed(s, path)
+    saved_script(path) | s.set(path) | resumed(s, path)
 Write load(state_dict, checkpoint_id=path)
     saved_script(path) | ours.load(path) | resumed(s, path)
 Is the state dict nested as it was saved?
     saved_script(path) | ours.load({"state": {"optimizer": 1}}, checkpoint_id=path,
     planner=ours.LoadPlanner(allow_missing=True)) | resumed(s, path)
 or with another flatten_optimizer_state_dict?
-    saved_script(path) | ours.load({"o": get(s, for_load=True, **{FLAT: True})}, checkpoint_id=path) | resumed(s, path)
+    saved_script(path) | ours.load({"o": s.template(**{FLAT: True})}, checkpoint_id=path) | resumed(s, path)
 (get_optimizer_state_dict(..., for_load=True) requests state that does not exist yet)
-    saved_script(path) | ours.load({"o": get(s)}, checkpoint_id=path) | resumed(s, path)
+    saved_script(path) | ours.load({"o": s.get()}, checkpoint_id=path) | resumed(s, path)
 Are the keys those under which it was saved?
-    saved_script(path) | set_state(s, template_of(s)) | resumed(s, path)
+    saved_script(path) | s.set(s.template()) | resumed(s, path)
 A checkpoint is loaded into what get_optimizer_state_dict(for_load=True) returns
-    saved_script(path) | set_state(s, get(s)) | resumed(s, path)
+    saved_script(path) | s.set(s.get()) | resumed(s, path)
 this step makes new state. Call it after the load
-    saved_script(path) | (state := template_of(s)), ours.load({"o": state}, checkpoint_id=path), s.train(1)
+    saved_script(path) | (state := s.template()), ours.load({"o": state}, checkpoint_id=path), s.train(1)
     | resumed(saved_script(path), path)
 Call get_optimizer_state_dict(for_load=True) again, load into that, and set it
-    saved_script(path) | (state := template_of(s)), s.train(1), into({"o": state}, path), set_state(s, state)
+    saved_script(path) | (state := s.template()), s.train(1), into({"o": state}, path), s.set(state)
     | resumed(s, path)
 leave out cpu_offload with for_load=True
-    Script(attach=True) | get(s, for_load=True, cpu_offload=True)
-    | same(len(template_of(s)["state"]), 3), s.optimizer.load_state_dict(s.optimizer.state_dict())
+    Script(attach=True) | s.template(cpu_offload=True)
+    | same(len(s.template()["state"]), 3), s.optimizer.load_state_dict(s.optimizer.state_dict())
 Is it of another model? strict=False ignores them
-    trained_script()[0] | set_state(s, of_more(s)) | set_state(s, of_more(s), strict=False)
+    trained_script()[0] | s.set(of_more(s)) | s.set(of_more(s), strict=False)
 strict=False leaves them as they are
-    trained_script()[0] | set_state(s, of_fewer(s)) | set_state(s, of_fewer(s), strict=False)
+    trained_script()[0] | s.set(of_fewer(s)) | s.set(of_fewer(s), strict=False)
 is a term of a sum. Redistribute it to Shard or Replicate
     Script(attach=True) | ours.chunks_of(over_mesh(s, tensor.Partial()))
     | ours.chunks_of(over_mesh(s, tensor.Partial()).redistribute(placements=[tensor.Replicate()])).chunks[0]
@@ -695,8 +681,8 @@ expected a bool or a sequence of patterns such as ['model.head.*']
 there is no .metadata. Give the folder that dcp.save() was given
     saved_script(path / "step-2") | resumed(s, path) | resumed(s, path / "step-2")
 Save what get_optimizer_state_dict() gives without for_load
-    Script(attach=True) | ours.save({"o": template_of(s)}, checkpoint_id=path)
-    | ours.save({"o": get(s)}, checkpoint_id=path)
+    Script(attach=True) | ours.save({"o": s.template()}, checkpoint_id=path)
+    | ours.save({"o": s.get()}, checkpoint_id=path)
 or leave them there: planner=LoadPlanner(allow_extra=[patterns])
     beside(path, {"m": {"body": torch.ones(3), "head": torch.ones(2)}}) | into({"m": {"body": torch.zeros(3)}}, path)
     | same(into({"m": {"body": torch.zeros(3)}}, path, allow_extra=["m.head"])["m"]["body"].tolist(), [1, 1, 1])
