@@ -416,10 +416,6 @@ def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch
 # Lifetimes -----------------------------------------------------------------------------------------------------------
 
 
-def threads_of_ours() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("fsdp_offload host updates")]
-
-
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     nets, optimizers = map(list, zip(*(linear() for _ in range(2)), strict=True))
@@ -427,7 +423,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     for net, optimizer in zip(nets, optimizers, strict=True):
         backward(net)
         optimizer.step()
-    threads = threads_of_ours()
+    threads = [one for one in threading.enumerate() if one.name.startswith("fsdp_offload host updates")]
     assert len(threads) == 2
     memory = [weakref.ref(engine_of(one).host._buffers) for one in optimizers]
     del optimizer

@@ -32,7 +32,7 @@ from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
 from fsdp_offload.checkpoint.names import SavedByFqn, by_fqn, flattened
 from fsdp_offload.fsdp.dtensor import local_shard, over_local, over_part
-from tests.parity import attach
+from tests.parity import attach, take_step
 from tests.state_dicts import (
     EVERY_FORM,
     EVERY_SIDE,
@@ -288,9 +288,7 @@ def test_a_rank_without_elements_has_the_keys_of_the_others(tmp_path: Path) -> N
         return model, offload_optimizer(optimizer, policy=POLICY)
 
     model, optimizer = built("saved saved_empty")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+    take_step(optimizer)
     dcp.save(get_optimizer_state_dict(model, optimizer, **FLAT), checkpoint_id=tmp_path)
     model, optimizer = built("saved lacking empty saved_empty")
     state = get_optimizer_state_dict(model, optimizer, for_load=True, **FLAT)

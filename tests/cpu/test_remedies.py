@@ -23,6 +23,7 @@ import checkpoint_tools
 import fsdp_offload
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload import checkpoint as ours
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.integrations.plain_values import metrics_of, metrics_of_each, model_of, offload, policy_from
 from fsdp_offload.plan import Model, Plan, Training, candidates, machine_of, plan
 from fsdp_offload.plan import model_of as model_of_plan
@@ -100,15 +101,7 @@ def test_a_habit_of_torch_gets_the_line_to_write(habit: str) -> None:
     else:
         write(error.value, script, callback=None, **names)
     if policy is not None and "overlap" in policy[0]:
-        assert attached_policy(script).overlap != "step"
-
-
-def attached_policy(script: Script) -> OffloadPolicy:
-    from fsdp_offload.engine.engine import engine_of
-
-    engine = engine_of(script.optimizer)
-    assert engine is not None
-    return engine.policy
+        assert engine_of(script.optimizer).policy.overlap != "step"
 
 
 def test_prepare_without_its_accelerator() -> None:
