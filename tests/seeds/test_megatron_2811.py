@@ -142,17 +142,11 @@ def test_all_state_of_fused_adam_is_away_after_the_release(options: dict[str, An
 
 
 @EVERY_PHASE
-def test_a_state_dict_is_right_with_a_reload_pending_and_in_every_other_phase(phases: Any) -> None:
+def test_state_dicts_and_loads_are_right_with_a_reload_pending_and_in_every_other_phase(phases: Any) -> None:
     pair = pair_of(master_weights=True).step(2)
+    weights = copy.deepcopy(pair.plain.model.state_dict())
     go_through(pair.offloaded.optimizer, phases)
-    same_state_dicts(pair)
-    pair.step(2)
-
-
-@EVERY_PHASE
-def test_a_load_into_state_that_has_been_released(phases: Any) -> None:
-    pair = pair_of(master_weights=True).step(2)
-    saved, weights = same_state_dicts(pair), copy.deepcopy(pair.plain.model.state_dict())
+    saved = same_state_dicts(pair)
     pair.step(2)
     go_through(pair.offloaded.optimizer, phases)
     for run in pair:
@@ -178,27 +172,19 @@ def held_bytes(loop: Loop) -> list[int]:
     return [main.untyped_storage().nbytes() for main in loop.dense.mains]
 
 
-def test_masters_move_before_the_first_step() -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_masters_stay_the_same_tensors_and_no_parameter_of_the_model_leaves(steps: int) -> None:
+    """The framework holds on to both: it copies from one to the other after the step. Also before the first one."""
     on, off = loops()
-    before = held_bytes(on)
-    go_through(on.optimizer, (offload_states, release_states))
-    assert not any(held_bytes(on))
-    reload_states(on.optimizer)
-    assert held_bytes(on) == before
-    train((on, off), 0, 1)
-
-
-def test_masters_stay_the_same_tensors_and_no_parameter_of_the_model_leaves() -> None:
-    """The framework holds on to both: it copies from one to the other after the step."""
-    on, off = loops()
-    train((on, off), 0)
-    mains = list(on.dense.mains)
+    train_both((on, off), *range(steps))
+    mains, before = list(on.dense.mains), held_bytes(on)
     go_through(on.optimizer, (offload_states, release_states))
     assert not any(held_bytes(on))
     assert all(param.untyped_storage().nbytes() for param in on.model.parameters())
     reload_states(on.optimizer)
+    assert held_bytes(on) == before
     assert all(one is other for one, other in zip(on.dense.mains, mains, strict=True))
-    train((on, off), 1)
+    train((on, off), steps, steps + 1)
 
 
 def test_many_cycles_change_neither_values_nor_host_memory() -> None:
