@@ -391,17 +391,12 @@ def test_a_save_that_plans_late_has_the_state_of_its_call(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("fails_at", [0, 3, 5])
 @pytest.mark.parametrize("chosen", [POLICY, policy(snapshot_bytes=12 << 10), NO_SPARE], ids=["all", "half", "none"])
-def test_a_step_that_fails_during_a_save(
-    chosen: OffloadPolicy, fails_at: int, tmp_path: Path, waits: Waits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_during_a_save(chosen: OffloadPolicy, fails_at: int, tmp_path: Path, waits: Waits) -> None:
     """The file has what there was before, and heals the step."""
     training = trained(chosen)
     saving = Saving(training, tmp_path, waits=waits)
     set_gradients(training.net, 2)
-    with monkeypatch.context() as patch:
-        fail_in_bucket(patch, fails_at)
-        with pytest.raises(ArithmeticError, match="a bit has flipped"):
-            training.optimizer.step()
+    fail_in_bucket(fails_at, training.optimizer.step)
     for refused in (training.optimizer.state_dict, training.state):
         with pytest.raises(RuntimeError, match=r"state_dict\(\) refused.*ArithmeticError.*Load a checkpoint"):
             refused()
