@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_offload import offload_optimizer
 from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.zoo.local import Momentum
 
 
 def integration(name: str) -> Any:
@@ -29,18 +30,8 @@ class Unlisted(torch.optim.SGD):
     """In no table, so that it moves as a whole: a subclass may do anything in its step."""
 
 
-class Whole(Optimizer):
-    """A class of a user's, which no table has: computes with the sum of all gradients."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                seen = self.state[param].setdefault("seen", torch.zeros_like(param)).add_(param.grad)
-                param.sub_(seen, alpha=self.param_groups[0]["lr"])
+class Whole(Momentum):
+    """A class of a user's, which no table has."""
 
 
 class Script:

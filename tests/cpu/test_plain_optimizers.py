@@ -33,6 +33,7 @@ from tests.state_dicts import (
     save,
 )
 from tests.tiers import spread
+from tests.zoo.local import Assorted
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -205,23 +206,6 @@ def test_what_means_nothing_without_offload_says_the_line_to_write(name: str) ->
     offloaded.train(1)
 
 
-class Finer(Optimizer):
-    """Keeps fp32 sums of bf16 gradients, one of them in a list, and a scale and a counter; in no table."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        trained = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
-        for group, param in trained:
-            state = self.state[param]
-            if not state:
-                state |= {"sum": torch.zeros_like(param, dtype=torch.float32), "sums": [param.grad.float().square()]}
-                state |= {"scale": param.grad.float().norm(), "count": torch.zeros((), dtype=torch.int64)}
-            state["sum"].add_(param.grad.float(), alpha=0.3)
-            state["count"] += 1
-            scale = state["scale"] * state["count"]
-            param.sub_((group["lr"] * state["sum"] / (scale + state["sums"][0])).to(param.dtype))
-
-
 def test_a_class_that_cannot_be_offloaded_has_its_state_as_it_is() -> None:
     model = torch.nn.Embedding(6, 4, sparse=True)
     optimizer, other = (torch.optim.SparseAdam(model.parameters(), lr=0.01) for _ in range(2))
@@ -235,12 +219,9 @@ def test_a_class_that_cannot_be_offloaded_has_its_state_as_it_is() -> None:
 
 @EVERY_FORM
 def test_a_class_that_nobody_lists_keeps_its_dtypes_where_torch_would_cast(form: dict[str, Any]) -> None:
-    def finer(params: Iterable[Any]) -> Optimizer:
-        return Finer(params, {"lr": 0.01})
-
-    saved = Run(finer, offload=False, **BF16).train(0, 1)
-    run = Run(finer, offload=False, seed=1, **BF16).weights_from(saved)
-    with pytest.raises(ValueError, match=r"for_load=True: Finer has no state yet, .* Load with load_state_dict\(\)"):
+    saved = Run(Assorted, offload=False, **BF16).train(0, 1)
+    run = Run(Assorted, offload=False, seed=1, **BF16).weights_from(saved)
+    with pytest.raises(ValueError, match=r"for_load=True: Assorted has no state yet, .* Load with load_state_dict\(\)"):
         run.get(for_load=True, **form)
     run.set(copy.deepcopy(saved.get(**form)))
     assert_same_runs(run.train(2), saved.train(2))
