@@ -20,14 +20,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp_offload import (
-    is_offloaded,
-    offload_optimizer,
-    offload_report,
-    offload_states,
-    release_states,
-    reload_states,
-)
+from fsdp_offload import is_offloaded, offload_optimizer, offload_report, offload_states, release_states, reload_states
 from tests.cpu.test_megatron_chain import STAYING, Loop, assert_same
 from tests.cpu.test_megatron_chain import train as train_both
 from tests.distributed import megatron_optimizer as megatron

@@ -19,13 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_offload import OffloadPolicy, offload_states, release_states, reload_states
-from fsdp_offload.checkpoint import (
-    chunks_of,
-    get_optimizer_state_dict,
-    load,
-    save,
-    set_optimizer_state_dict,
-)
+from fsdp_offload.checkpoint import chunks_of, get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from tests.distributed import test_integration_megatron_fsdp as framework
 from tests.distributed import test_megatron_fsdp as megatron
 from tests.distributed.frameworks import same_scripts

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import (
-    OffloadPolicy,
-    offload_report,
-    offload_states,
-    release_states,
-    reload_states,
-    synchronize,
-)
+from fsdp_offload import OffloadPolicy, offload_report, offload_states, release_states, reload_states, synchronize
 from tests.cpu.test_megatron_chain import Loop as Chain
 from tests.overlapping import Loop, adamw, same
 from tests.parity import leaves
