@@ -28,6 +28,7 @@ from fsdp_offload.checkpoint import (
 )
 from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import HeldWriter, Waits, copied, loaded, not_the_same, runs_within
+from tests.cpu.test_lifetime import mappings
 from tests.loading import memory_of, ragged
 from tests.parity import Run, Zoo, attach, differences, fail_in_bucket
 from tests.policies import with_share
@@ -344,16 +345,12 @@ def test_what_changes_state_during_a_save_does_not_spoil_it(
     saving.end()
 
 
-def arena_of(training: Training) -> list["weakref.ref[object]"]:
-    return [weakref.ref(region._owner) for region in engine_of(training.optimizer).plan.regions]
-
-
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("during", [True, False], ids=["dropped during the save", "dropped behind it"])
 def test_memory_goes_with_the_last_who_needs_it(tmp_path: Path, during: bool) -> None:
     """The writer is one of them; a future or stager that is kept is none."""
     training = trained(POLICY)
-    saving, memory = Saving(training, tmp_path), arena_of(training)
+    saving, memory = Saving(training, tmp_path), mappings(training.optimizer)
     assert len(memory) == 2
     if not during:
         saving.end()

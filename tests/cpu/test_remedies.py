@@ -352,18 +352,20 @@ def test_what_a_scheduler_has_added_to_the_groups_is_loaded(
     def factor(epoch: int) -> float:
         return 0.75**epoch
 
+    def rates_of(script: Script, scheduler: LambdaLR, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            script.train(1)
+            scheduler.step()
+            found += scheduler.get_last_lr()
+        return found
+
     script = Script(torch.optim.RMSprop, lr=0.02, momentum=0.5, attach=True)
     scheduler = LambdaLR(script.optimizer, factor)
-    for _ in range(4):
-        script.train(1)
-        scheduler.step()
+    rates_of(script, scheduler, 4)
     saved = script.get(**form)
     ours.save(saved if is_root else {"optimizer": saved}, checkpoint_id=tmp_path)
-    rates = []
-    for _ in range(2):
-        script.train(1)
-        scheduler.step()
-        rates += scheduler.get_last_lr()
+    rates = rates_of(script, scheduler, 2)
     other = Script(torch.optim.RMSprop, lr=0.02, momentum=0.5, attach=True)
     template = other.template(**form)
     state = template if is_root else {"optimizer": template}
@@ -371,13 +373,7 @@ def test_what_a_scheduler_has_added_to_the_groups_is_loaded(
     assert any(key.endswith("initial_lr") for key in loaded.filled)
     other.set(state if is_root else state["optimizer"])
     assert [group["initial_lr"] for group in other.optimizer.param_groups] == [0.02]
-    scheduler = LambdaLR(other.optimizer, factor, last_epoch=3)
-    resumed = []
-    for _ in range(2):
-        other.train(1)
-        scheduler.step()
-        resumed += scheduler.get_last_lr()
-    assert resumed == rates
+    assert rates_of(other, LambdaLR(other.optimizer, factor, last_epoch=3), 2) == rates
 
 
 def test_a_refused_load_adds_nothing_to_the_groups(tmp_path: Path) -> None:
