@@ -16,7 +16,7 @@ from fsdp_offload import OffloadPolicy, offload_optimizer
 from fsdp_offload.engine.engine import engine_of
 from tests.fused_adam_reference import FusedAdam
 from tests.parity import take_step
-from tests.remedies import seen_of
+from tests.remedies import Unlisted, seen_of
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Asked], str]] = {
     "Adafactor on the CPU": (asked(optim.Adafactor, host_fraction=0.5), "Adafactor is not one of them"),
     "Adafactor of shards": (asked(optim.Adafactor, shard={}, model=True), "Adafactor .*sharded"),
     "FusedAdam on the CPU": (asked(FusedAdam, host_fraction=0.5), NO_OTHER_KERNEL),
+    "others on the CPU": (asked(partial(Unlisted, momentum=0.9), host_fraction=0.5), "Unlisted is not one of them"),
     "overlap without a model": (asked(shard={}, overlap="forward"), r"\(overlap='forward'\) needs model=\.\.\."),
     "overlap without groups": (asked(model=True, overlap="iteration"), r"'iteration'\) hooks into fully_shard, and"),
     "gradients that nobody reduces": (
