@@ -56,20 +56,6 @@ def go_through(optimizer: Optimizer, phases: Sequence[str]) -> None:
 # reload_before -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Everything that is called, in order: optimizers that reload, and what callbacks note."""
-    noted: list[object] = []
-    reload = OffloadedOptimizer.reload_states
-
-    def noting(self: OffloadedOptimizer) -> None:
-        noted.append(self)
-        reload(self)
-
-    monkeypatch.setattr(OffloadedOptimizer, "reload_states", noting)
-    return noted
-
-
 def offloaded(policy: OffloadPolicy = ALL_RESIDENT) -> OffloadedOptimizer:
     optimizer = attach(optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9), policy=policy)
     assert isinstance(optimizer, OffloadedOptimizer)

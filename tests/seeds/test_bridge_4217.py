@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fsdp_offload import (
-    OffloadedOptimizer,
     OffloadPolicy,
     offload_optimizer,
     offload_states,
@@ -37,32 +36,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:offload_optimizer")
 PHASES = (offload_states, release_states, reload_states)
 
 
-@pytest.fixture
-def reloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each inner optimizer that reloads, among what tests add."""
-    found: list[str] = []
-    reload = OffloadedOptimizer.reload_states
-
-    def noting(self: Any, **kwargs: Any) -> None:
-        found.append("reload")
-        reload(self, **kwargs)
-
-    monkeypatch.setattr(OffloadedOptimizer, "reload_states", noting)
-    return found
-
-
 # Wrapped once --------------------------------------------------------------------------------------------------------
 
 
-def test_model_chunks_that_share_a_config_are_wrapped_once_and_others_each(reloads: list[str]) -> None:
+def test_model_chunks_that_share_a_config_are_wrapped_once_and_others_each(calls: list[object]) -> None:
     loop = Loop(True, nested=True)  # a chain in a chain, with a stub
-    configs = [SimpleNamespace(finalize=lambda: reloads.append("finalize")) for _ in range(2)]
+    configs = [SimpleNamespace(finalize=lambda: calls.append("finalize")) for _ in range(2)]
     chunks = [configs[0], configs[1], configs[0]]
     for config in chunks:
         config.finalize = reload_before(config.finalize, loop.optimizer)
     for config in configs:
         config.finalize()
-    assert reloads == 2 * ["reload", "reload", "finalize"]
+    assert calls == 2 * [loop.dense.optimizer, loop.experts.optimizer, "finalize"]
 
 
 # What was bound stays ------------------------------------------------------------------------------------------------
@@ -92,14 +77,12 @@ def test_the_partial_that_was_bound_is_called_with_its_arguments(kind: str) -> N
     assert ("pg_collection" in calls[0][1]) == (kind != "function")
 
 
-def test_groups_that_are_bound_to_the_wrapper_later_do_not_hide_it(reloads: list[str]) -> None:
-    calls: list[Any] = []
+def test_groups_that_are_bound_to_the_wrapper_later_do_not_hide_it(calls: list[object]) -> None:
     loop = Loop(True)
     wrapped = functools.partial(reload_before(bound_in(calls)["function"], loop.optimizer), pg_collection="groups")
     assert reload_before(wrapped, loop.optimizer) is wrapped
     assert wrapped(["model"]) == "result"
-    assert calls == [((["model"],), {"pg_collection": "groups"})]
-    assert reloads == ["reload", "reload"]
+    assert calls == [loop.dense.optimizer, loop.experts.optimizer, ((["model"],), {"pg_collection": "groups"})]
 
 
 # Never silently inert ------------------------------------------------------------------------------------------------
@@ -169,7 +152,7 @@ class BridgeLoop(Loop):
         return self.model[1](self.model[0](x.bfloat16()).float()).square().mean()
 
 
-def test_the_callback_of_the_page_trains_the_same_bits(monkeypatch: pytest.MonkeyPatch, reloads: list[str]) -> None:
+def test_the_callback_of_the_page_trains_the_same_bits(monkeypatch: pytest.MonkeyPatch, calls: list[object]) -> None:
     for name in ("bridge", "bridge.training"):
         monkeypatch.setitem(sys.modules, f"megatron.{name}", ModuleType(name))
     monkeypatch.setitem(sys.modules, "megatron.bridge.training.callbacks", bridge)
@@ -182,5 +165,5 @@ def test_the_callback_of_the_page_trains_the_same_bits(monkeypatch: pytest.Monke
     assert_same(on, off)
     assert on.mains_bytes == 8 * [0]
     assert all(off.mains_bytes)
-    assert len(reloads) == 4 * 2
+    assert len(calls) == 4 * 2
     assert on.calls == off.calls
