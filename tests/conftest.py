@@ -8,6 +8,7 @@ import torch
 from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_offload import OffloadedOptimizer
 from tests.async_writers import Waits
 from tests.process_groups import process_group
 
@@ -49,6 +50,20 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     found = Waits(monkeypatch)
     yield found
     found.let_go()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Everything that is called, in order: optimizers that reload, and what callbacks and tests note."""
+    noted: list[object] = []
+    reload = OffloadedOptimizer.reload_states
+
+    def noting(self: OffloadedOptimizer) -> None:
+        noted.append(self)
+        reload(self)
+
+    monkeypatch.setattr(OffloadedOptimizer, "reload_states", noting)
+    return noted
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ class FusedPair(Pair):
         yield from group_differences(self.plain.optimizer, self.offloaded.optimizer)
         for (name, one), other in zip(self.plain.params.items(), self.offloaded.params.values(), strict=True):
             both = [(run.optimizer, param) for run, param in zip(self, (one, other), strict=True)]
-            mine, others = (_read(optimizer.state.get(param, {}), param) for optimizer, param in both)
+            mine, others = (read_of(optimizer.state.get(param, {}), param) for optimizer, param in both)
             if list(mine) != list(others):
                 yield f"state of {name}: {list(mine)} and {list(others)}"
             if "master_param" in self.offloaded.optimizer.state.get(other, {}) and other.dtype is FP32:
@@ -125,7 +125,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _read(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+def read_of(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """What the optimizer reads."""
     unread = "master_param" if param.dtype is FP32 else ""
     return {name: value for name, value in state.items() if name != unread}
@@ -148,7 +148,7 @@ def same_state_dicts(pair: FusedPair) -> dict[str, Any]:
     params = params_of(pair.plain.optimizer)
     assert plain["state"].keys() == offloaded["state"].keys()
     for number, state in plain["state"].items():
-        expected, found = _read(state, params[number]), offloaded["state"][number]
+        expected, found = read_of(state, params[number]), offloaded["state"][number]
         assert list(expected) == list(found)
         assert all(same_value(value, found[name]) for name, value in expected.items()), number
     return copy.deepcopy(plain)

@@ -224,8 +224,8 @@ def random_state(device: torch.device) -> Tensor:
     return torch.cat([torch.get_rng_state(), on_device.to(torch.uint8).cpu()])
 
 
-def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
-    """Updates of buckets fail before they begin, from the one of that number on, counted from 0."""
+def fail_in_bucket(number: int, step: Callable[[], object]) -> None:
+    """Make a step whose updates of buckets fail before they begin, from the one of that number on, counted from 0."""
     update, calls = steps.update_bucket, [0]
 
     def failing(*args: Any) -> None:
@@ -234,7 +234,10 @@ def fail_in_bucket(patch: pytest.MonkeyPatch, number: int) -> None:
             raise ArithmeticError("a bit has flipped")
         update(*args)
 
-    patch.setattr(steps, "update_bucket", failing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "update_bucket", failing)
+        with pytest.raises(ArithmeticError, match="a bit has flipped"):
+            step()
 
 
 def adamw(params: Any, **options: Any) -> Optimizer:

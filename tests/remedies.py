@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp_offload import offload_optimizer
+from fsdp_offload.checkpoint import get_optimizer_state_dict, set_optimizer_state_dict
+from tests.zoo.local import Momentum
 
 
 def integration(name: str) -> Any:
@@ -18,22 +20,18 @@ def integration(name: str) -> Any:
     return importlib.import_module(f"fsdp_offload.integrations.{name}")
 
 
+def seen_of(optimizer: Optimizer) -> Any:
+    """Return what a refusal leaves as it was."""
+    entries = (vars(optimizer), optimizer.state, optimizer._optimizer_step_pre_hooks)
+    return type(optimizer), [dict(entry) for entry in entries]
+
+
 class Unlisted(torch.optim.SGD):
     """In no table, so that it moves as a whole: a subclass may do anything in its step."""
 
 
-class Whole(Optimizer):
-    """A class of a user's, which no table has: computes with the sum of all gradients."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                seen = self.state[param].setdefault("seen", torch.zeros_like(param)).add_(param.grad)
-                param.sub_(seen, alpha=self.param_groups[0]["lr"])
+class Whole(Momentum):
+    """A class of a user's, which no table has."""
 
 
 class Script:
@@ -68,6 +66,15 @@ class Script:
             self.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+    def get(self, **options: Any) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, **options)
+
+    def template(self, **options: Any) -> dict[str, Any]:
+        return self.get(for_load=True, **options)
+
+    def set(self, state_dict: Any, **options: Any) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict, **options)
 
     def weights(self) -> list[Tensor]:
         params: list[Any] = list(self.model.parameters())

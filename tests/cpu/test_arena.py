@@ -6,7 +6,6 @@ import gc
 import mmap
 import os
 import re
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.forks import in_forked_child, resident_bytes
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
-needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 
 
 def take(nbytes: int, **options: Any) -> Region:
@@ -41,7 +39,6 @@ def mapping_of(address: int) -> dict[str, str] | None:
 # Size ----------------------------------------------------------------------------------------------------------------
 
 
-@needs_smaps
 def test_it_takes_what_was_asked_for_and_no_power_of_two() -> None:
     nbytes = 33 * MIB
     before = resident_bytes()
@@ -92,7 +89,6 @@ def test_ranges_are_the_region_itself_which_is_zero_at_first(tmp_path: Path) -> 
 # Lifetime ------------------------------------------------------------------------------------------------------------
 
 
-@needs_smaps
 def test_memory_goes_with_the_last_tensor_and_not_before() -> None:
     nbytes = 32 * MIB
     before = resident_bytes()
@@ -111,7 +107,6 @@ def test_memory_goes_with_the_last_tensor_and_not_before() -> None:
 # Fork ----------------------------------------------------------------------------------------------------------------
 
 
-@needs_smaps
 def test_a_forked_child_does_not_have_it() -> None:
     region = take(MIB)
     address = region.bytes.data_ptr()
@@ -189,7 +184,6 @@ def test_a_page_for_which_there_is_no_room_is_an_error() -> None:
         assert raised.value.errno == errno.ENOSPC
 
 
-@needs_smaps
 def test_every_page_exists_before_the_first_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_TOUCH_CHUNK_BYTES", MIB)
     region = take(5 * MIB + 4096)
@@ -231,12 +225,8 @@ class FakeDriver:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        self.calls.append(("unregister", address, mapped(address)))
+        self.calls.append(("unregister", address, mapping_of(address) is not None))
         return self.error
-
-
-def mapped(address: int) -> bool:
-    return sys.platform != "linux" or mapping_of(address) is not None
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Attaching at any time, removing, attaching again; and what users change by hand in between."""
+"""What users add and change by hand. To attach and to remove at any time are axes and habits of ``conformance``."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from torch import nn, optim
 
-from fsdp_offload.engine.engine import Engine
 from tests.overlapping import Loop, assert_same_each_step, assert_trained, pair
-from tests.parity import SMALL, Net, Zoo, attach
+from tests.parity import SMALL, Net, Zoo
 from tests.tiers import spread
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -74,16 +73,3 @@ def test_hyperparameters_changed_by_hand(make: Make, entries: dict[str, Any]) ->
             change(run, values)
         assert_same_each_step(*both, 5)
     assert_trained(both[0])
-
-
-def test_an_interrupt_in_the_middle_of_attaching_leaves_a_plain_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    both = pair(None, None, KINDS["adamw"], net=Zoo)
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "take_all_blocks", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            attach(both[1].optimizer)
-    assert type(both[1].optimizer) is optim.AdamW
-    assert_same_each_step(*both, 2)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -168,8 +168,6 @@ def test_what_has_no_chunks_is_refused():
     for mesh, _ in all_ranks((2,)):
         with pytest.raises(ValueError, match="this part of a tensor has 2"):
             chunks_of(dtensor(mesh, (_StridedShard(0, split_factor=2),), (8, 2)), (0, 1))
-        with pytest.raises(ValueError, match="Redistribute"):
-            chunks_of(dtensor(mesh, (Partial(),), (4,)))
 
 
 def test_a_rank_outside_the_mesh_has_no_chunks():

@@ -95,21 +95,13 @@ def check_entry(
         assert all(torch.isfinite(tensor).all() for tensor in whole[-1]), f"{flags}: equality of NaN shows little"
 
 
-EVERY_ENTRY = pytest.mark.parametrize(("cls", "implementation", "dtype"), list(entries("cpu")))
-
-
-@EVERY_ENTRY
-def test_whole_and_cut_have_the_same_bits(cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype) -> None:
-    check_entry(cls, implementation, dtype, "cpu", CUTS[:1])
-
-
-@pytest.mark.long
 @pytest.mark.usefixtures("two_threads")
-@EVERY_ENTRY
-def test_whole_and_cut_have_the_same_bits_in_all_sizes(
-    cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype
+@pytest.mark.parametrize("cuts", [CUTS[:1], pytest.param(CUTS, marks=pytest.mark.long)], ids=["small", "all sizes"])
+@pytest.mark.parametrize(("cls", "implementation", "dtype"), list(entries("cpu")))
+def test_whole_and_cut_have_the_same_bits(
+    cls: type[optim.Optimizer], implementation: str, dtype: torch.dtype, cuts: Sequence[tuple[tuple[int, ...], int]]
 ) -> None:
-    check_entry(cls, implementation, dtype, "cpu")
+    check_entry(cls, implementation, dtype, "cpu", cuts)
 
 
 @pytest.mark.usefixtures("two_threads")

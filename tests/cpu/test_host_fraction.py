@@ -261,59 +261,38 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return seen
 
 
-def test_a_slow_host_never_blocks_the_backward(mesh: DeviceMesh, waits: Waits) -> None:
-    """With the host standing still, the device updates its share; ``step()`` waits for the host's."""
-    loop = two_sides(mesh, POLICIES["iteration"])
+@EVERY_POLICY
+def test_step_waits(mesh: DeviceMesh, waits: Waits, fields: dict[str, Any]) -> None:
+    """With the host standing still, the backward updates the device's share, or nothing, and waits for nobody."""
+    loop = two_sides(mesh, fields)
     before = {param: param.detach().to_local().clone() for param in loop.model.parameters()}
     with host_worker_gate.closed(loop.optimizer):
         loop.backward(3)
-        assert changed_on(loop, before) == {"host": {False}, "device": {True}}
+        assert changed_on(loop, before) == {"host": {False}, "device": {fields.get("overlap") == "iteration"}}
         assert not waits
         loop.step()
+        host = engine_of(loop.optimizer).host
+        assert all(mark.ended.done() for mark in host.ended.values())
     assert changed_on(loop, before) == {"host": {True}, "device": {True}}
     assert waits
     assert same(plain(mesh), loop)
 
 
-@EVERY_POLICY
-def test_step_waits(mesh: DeviceMesh, waits: Waits, fields: dict[str, Any]) -> None:
-    loop = two_sides(mesh, fields)
-    with host_worker_gate.closed(loop.optimizer):
-        loop.backward(3)
-        loop.step()
-        host = engine_of(loop.optimizer).host
-        assert all(mark.ended.done() for mark in host.ended.values())
-    assert waits
-    assert same(plain(mesh), loop)
-
-
 def test_a_look_behind_the_backward_waits(mesh: DeviceMesh, waits: Waits) -> None:
-    """State and counters are those of after the update; ``model.state_dict()`` is refused until ``step()``.
+    """State and counters are those of after the update.
 
     Where updates wait for ``step()``, a look is the habit ``read-between``.
     """
     loop, expected = two_sides(mesh, POLICIES["iteration"]), plain(mesh)
-    names = [
-        name
-        for name, param in loop.model.named_parameters()
-        if any(param is one for one in host_params(loop.optimizer))
-    ]
-    for look in ("state", "model"):
-        loop = two_sides(mesh, POLICIES["iteration"])
-        waits.clear()
-        with host_worker_gate.closed(loop.optimizer):
-            loop.backward(3)
-            if look == "model":
-                with pytest.raises(RuntimeError, match=r"Call step\(\) first"):
-                    loop.model.state_dict()
-                continue
-            for name in names:
-                state = loop.optimizer.state[loop.model.get_parameter(name)]
-                for key, value in expected.optimizer.state[expected.model.get_parameter(name)].items():
-                    assert torch.equal(local(state[key]), local(value))
-            assert waits
+    with host_worker_gate.closed(loop.optimizer):
+        loop.backward(3)
+        for name in host_names(loop.optimizer):
+            state = loop.optimizer.state[loop.model.get_parameter(name)]
+            for key, value in expected.optimizer.state[expected.model.get_parameter(name)].items():
+                assert torch.equal(local(state[key]), local(value))
+        assert waits
         loop.step()
-        assert same(expected.train(3, first=4), loop.train(3, first=4))
+    assert same(expected.train(3, first=4), loop.train(3, first=4))
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -437,10 +416,6 @@ def test_a_copy_that_fails_is_the_step_s_failure(monkeypatch: pytest.MonkeyPatch
 # Lifetimes -----------------------------------------------------------------------------------------------------------
 
 
-def threads_of_ours() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("fsdp_offload host updates")]
-
-
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     nets, optimizers = map(list, zip(*(linear() for _ in range(2)), strict=True))
@@ -448,7 +423,7 @@ def test_thread_and_memory_go_with_the_last_optimizer() -> None:
     for net, optimizer in zip(nets, optimizers, strict=True):
         backward(net)
         optimizer.step()
-    threads = threads_of_ours()
+    threads = [one for one in threading.enumerate() if one.name.startswith("fsdp_offload host updates")]
     assert len(threads) == 2
     memory = [weakref.ref(engine_of(one).host._buffers) for one in optimizers]
     del optimizer

@@ -303,13 +303,9 @@ def resumed_from(
         fresh.low.model.load_state_dict(checkpoint["model"])
     fresh.plain = fresh.full = twins.full
     fresh.steps = twins.steps
-    load_own(fresh.full)
+    # Changes nothing but the order in which torch lists the entries of a param group.
+    fresh.full.optimizer.load_state_dict(saved(fresh.full)["optimizer"])
     return fresh
-
-
-def load_own(run: Run) -> None:
-    """Changes nothing but the order in which torch lists the entries of a param group."""
-    run.optimizer.load_state_dict(saved(run)["optimizer"])
 
 
 @spread(

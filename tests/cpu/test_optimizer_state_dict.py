@@ -32,7 +32,7 @@ from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
 from fsdp_offload.checkpoint.names import SavedByFqn, by_fqn, flattened
 from fsdp_offload.fsdp.dtensor import local_shard, over_local, over_part
-from tests.parity import attach
+from tests.parity import attach, take_step
 from tests.state_dicts import (
     EVERY_FORM,
     EVERY_SIDE,
@@ -56,6 +56,7 @@ from tests.state_dicts import (
     sgd,
 )
 from tests.tiers import spread
+from tests.zoo.local import Assorted
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -89,23 +90,9 @@ def test_copies_stay_what_they_were(form: dict[str, Any]) -> None:
     assert_same(copied, expected)
 
 
-class Nested(torch.optim.Optimizer):
-    """Keeps its state in a dict and a list."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for param in self.param_groups[0]["params"]:
-            state = self.state[param]
-            if not state:
-                state |= {"averages": {"first": torch.zeros_like(param)}, "history": []}
-            state["averages"]["first"].lerp_(param.grad, 0.1)
-            state["history"].append(param.grad.clone())
-            param.sub_(state["averages"]["first"], alpha=0.1)
-
-
 def test_copies_of_what_is_in_containers() -> None:
     model = nn.Linear(3, 2)
-    optimizer = attach(Nested(model.parameters(), {"lr": torch.tensor(0.1)}))
+    optimizer = attach(Assorted(model.parameters(), lr=torch.tensor(0.1)))  # type: ignore[arg-type]
 
     def step() -> None:
         model(torch.ones(1, 3)).sum().backward()
@@ -288,9 +275,7 @@ def test_a_rank_without_elements_has_the_keys_of_the_others(tmp_path: Path) -> N
         return model, offload_optimizer(optimizer, policy=POLICY)
 
     model, optimizer = built("saved saved_empty")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+    take_step(optimizer)
     dcp.save(get_optimizer_state_dict(model, optimizer, **FLAT), checkpoint_id=tmp_path)
     model, optimizer = built("saved lacking empty saved_empty")
     state = get_optimizer_state_dict(model, optimizer, for_load=True, **FLAT)

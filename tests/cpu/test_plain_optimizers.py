@@ -16,6 +16,7 @@ from fsdp_offload.checkpoint import LoadPlanner, get_optimizer_state_dict, set_o
 from fsdp_offload.checkpoint import load as checked_load
 from fsdp_offload.checkpoint import save as checked_save
 from fsdp_offload.checkpoint.plain import _offered
+from tests.fused_adam import read_of
 from tests.fused_adam_reference import FusedAdam
 from tests.state_dicts import (
     EVERY_FORM,
@@ -32,6 +33,7 @@ from tests.state_dicts import (
     save,
 )
 from tests.tiers import spread
+from tests.zoo.local import Assorted
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -67,10 +69,6 @@ def forms_of(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return values.shape, values.stride(), values.dtype, type(values)
     return [forms_of(value) for value in values] if isinstance(values, list) else values
-
-
-def sorted_by_name(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: one[name] for name in sorted(one)} for one in values]
 
 
 @spread(steps={"3": 3, "1": 1, "0": 0}, make=EVERY_MAKER, form=FORMS)
@@ -208,23 +206,6 @@ def test_what_means_nothing_without_offload_says_the_line_to_write(name: str) ->
     offloaded.train(1)
 
 
-class Finer(Optimizer):
-    """Keeps fp32 sums of bf16 gradients, one of them in a list, and a scale and a counter; in no table."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        trained = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
-        for group, param in trained:
-            state = self.state[param]
-            if not state:
-                state |= {"sum": torch.zeros_like(param, dtype=torch.float32), "sums": [param.grad.float().square()]}
-                state |= {"scale": param.grad.float().norm(), "count": torch.zeros((), dtype=torch.int64)}
-            state["sum"].add_(param.grad.float(), alpha=0.3)
-            state["count"] += 1
-            scale = state["scale"] * state["count"]
-            param.sub_((group["lr"] * state["sum"] / (scale + state["sums"][0])).to(param.dtype))
-
-
 def test_a_class_that_cannot_be_offloaded_has_its_state_as_it_is() -> None:
     model = torch.nn.Embedding(6, 4, sparse=True)
     optimizer, other = (torch.optim.SparseAdam(model.parameters(), lr=0.01) for _ in range(2))
@@ -238,12 +219,9 @@ def test_a_class_that_cannot_be_offloaded_has_its_state_as_it_is() -> None:
 
 @EVERY_FORM
 def test_a_class_that_nobody_lists_keeps_its_dtypes_where_torch_would_cast(form: dict[str, Any]) -> None:
-    def finer(params: Iterable[Any]) -> Optimizer:
-        return Finer(params, {"lr": 0.01})
-
-    saved = Run(finer, offload=False, **BF16).train(0, 1)
-    run = Run(finer, offload=False, seed=1, **BF16).weights_from(saved)
-    with pytest.raises(ValueError, match=r"for_load=True: Finer has no state yet, .* Load with load_state_dict\(\)"):
+    saved = Run(Assorted, offload=False, **BF16).train(0, 1)
+    run = Run(Assorted, offload=False, seed=1, **BF16).weights_from(saved)
+    with pytest.raises(ValueError, match=r"for_load=True: Assorted has no state yet, .* Load with load_state_dict\(\)"):
         run.get(for_load=True, **form)
     run.set(copy.deepcopy(saved.get(**form)))
     assert_same_runs(run.train(2), saved.train(2))
@@ -256,17 +234,11 @@ def scaled(params: Iterable[Any]) -> Optimizer:
 
 
 def read(run: Run) -> dict[str, Any]:
-    """State and scales; nobody reads the masters of fp32 parameters."""
-    unread = {"master_param"}
+    """State and scales, in the order of their names; nobody reads the masters of fp32 parameters."""
+    scales = run.optimizer._scales  # type: ignore[attr-defined]
     return {
-        name: [
-            {
-                key: run.state(name)[key]
-                for key in run.state(name).keys() - (unread if value.dtype.itemsize > 2 else {})
-            },
-            run.optimizer._scales[run.params()[name]],  # type: ignore[attr-defined]
-        ]
-        for name, value in run.values().items()
+        name: [dict(sorted(one.items())) for one in (read_of(run.state(name), param), scales[param])]
+        for name, param in run.params().items()
     }
 
 
@@ -284,8 +256,7 @@ def test_state_in_another_form_is_saved_and_loaded(
         run.train(*each)
         expected.train(*each)
         assert_same(run.values(), expected.values())
-        for name, found in read(expected).items():
-            assert_same(sorted_by_name(read(run)[name]), sorted_by_name(found))
+        assert_same(read(run), read(expected))
 
 
 # What would be silently wrong ----------------------------------------------------------------------------------------

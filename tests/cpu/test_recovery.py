@@ -79,10 +79,14 @@ def assert_recovered(mesh: DeviceMesh, memory: Path, extra: object, kept: list[T
     assert same_values(other.values(), kept)
 
 
+def begun(mesh: DeviceMesh, memory: Path, **fields: Any) -> tuple[Script, Recoverable]:
+    script = Script(mesh, **fields)
+    return script, recoverable(script.optimizer, memory)
+
+
 def committed(mesh: DeviceMesh, memory: Path, steps: int = 3, **fields: Any) -> list[Tensor]:
     """Leave a folder with ``steps`` commits; returns what the run had at the last one."""
-    script = Script(mesh, **fields)
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, **fields)
     for step in range(steps):
         script.step(step)
         run.commit(step)
@@ -99,13 +103,24 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_recovery_has_what_the_last_commit_had(mesh: DeviceMesh, memory: Path, mode: str, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "attached"), [(1, True), (2, True), (3, False)])
+def test_a_recovery_has_what_the_last_commit_had(
+    mesh: DeviceMesh, memory: Path, mode: str, steps: int, attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a plain optimizer it takes no memory but the files, where a second process fits beside two sets of homes."""
     kept = committed(mesh, memory, steps, **MODES[mode])
-    other = Script(mesh, lr=0.5, **MODES[mode])
+    taken, clear = [0], arena._clear
+
+    def counted(address: int, nbytes: int) -> None:
+        taken[0] += nbytes
+        clear(address, nbytes)
+
+    other = Script(mesh, lr=0.5, attach=attached, **MODES[mode])
     with torch.no_grad():
         other.model.scale.zero_()
-    run = recover(other.optimizer, memory)
+    monkeypatch.setattr(arena, "_clear", counted)
+    policy = OffloadPolicy(host_limit_bytes=None if attached else 1, **MODES[mode])
+    run = recover(other.optimizer, memory, **({} if attached else {"model": other.model, "policy": policy}))
     assert (run.commits, run.extra, other.optimizer.param_groups[0]["lr"]) == (steps, steps - 1, 0.1)
     assert same_values(other.values(), kept)
     plain = Script(mesh, attach=False)
@@ -115,37 +130,11 @@ def test_a_recovery_has_what_the_last_commit_had(mesh: DeviceMesh, memory: Path,
             other.step(step)
             run.commit()
     assert same_values(other.values(), plain.values())
+    assert attached or taken == [0]
     run.close()
     assert newest_commit(memory) is None
     assert not list(memory.iterdir())
     other.step(9)  # training goes on in files that have no name
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_recovery_takes_no_memory_but_the_files(
-    mesh: DeviceMesh, memory: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a second process fits beside two sets of homes, but not a third set."""
-    kept = committed(mesh, memory, **MODES[mode])
-    taken, clear = [0], arena._clear
-
-    def counted(address: int, nbytes: int) -> None:
-        taken[0] += nbytes
-        clear(address, nbytes)
-
-    monkeypatch.setattr(arena, "_clear", counted)
-    other, policy = Script(mesh, attach=False), OffloadPolicy(host_limit_bytes=1, **MODES[mode])
-    run = recover(other.optimizer, memory, model=other.model, policy=policy)
-    assert taken == [0]
-    assert same_values(other.values(), kept)
-    plain = Script(mesh, attach=False)
-    for step in range(5):
-        plain.step(step)
-        if step >= 3:
-            other.step(step)
-            run.commit()
-    assert same_values(other.values(), plain.values())
-    assert taken == [0]
 
 
 @pytest.mark.parametrize("attach", [False, True])
@@ -180,8 +169,7 @@ def test_a_start_that_finds_no_room_leaves_a_plain_optimizer(mesh: DeviceMesh, m
 
 
 def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: DeviceMesh, memory: Path) -> None:
-    script = Script(mesh, overlap="iteration", parameters=True)
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, overlap="iteration", parameters=True)
     for step in range(7):
         script.step(step)
         if step in (0, 3):
@@ -192,8 +180,7 @@ def test_a_commit_keeps_its_values_while_later_steps_are_not_committed(mesh: Dev
 
 
 def test_a_commit_stays_until_the_device_has_reduced_with_all_ranks(mesh: DeviceMesh, memory: Path) -> None:
-    script = Script(mesh)
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory)
     for step in range(3):
         script.step(step)
         if step < 2:
@@ -211,8 +198,7 @@ def test_a_commit_stays_until_the_device_has_reduced_with_all_ranks(mesh: Device
 
 
 def test_homes_are_in_two_files_and_nowhere_else(mesh: DeviceMesh, memory: Path, caplog: Any) -> None:
-    script = Script(mesh, parameters=True)
-    run = recoverable(script.optimizer, memory)
+    _script, run = begun(mesh, memory, parameters=True)
     regions = [one.nbytes for one in run._engine().plan.regions]  # type: ignore[union-attr]
     files = [path.stat().st_size for path in (memory / "rank-00000").glob("homes-*")]
     assert sorted(regions) == sorted(files)
@@ -283,8 +269,7 @@ def test_buffers_that_were_exchanged_come_back_as_they_were(mesh: DeviceMesh, me
 
 
 def test_entries_of_the_loop_in_the_state_are_committed(mesh: DeviceMesh, memory: Path) -> None:
-    script = Script(mesh)
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory)
     script.step(0)
     first = next(script.model.parameters())
     mean, flag = torch.full_like(first, 0.5).detach(), torch.tensor(True)
@@ -475,8 +460,7 @@ def test_what_cannot_be_recovered_is_refused_before_anything_changes(
 
 
 def test_a_commit_at_a_wrong_time_is_refused(mesh: DeviceMesh, memory: Path) -> None:
-    script = Script(mesh, overlap="iteration")
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, overlap="iteration")
     with pytest.raises(RuntimeError, match="before the first step"):
         run.commit()
     for step in range(5):
@@ -513,8 +497,7 @@ def test_a_commit_without_its_model_is_refused(mesh: DeviceMesh, memory: Path) -
 
 def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMesh, memory: Path) -> None:
     for number, fields in enumerate(MODES.values()):
-        script = Script(mesh, **fields)
-        run = recoverable(script.optimizer, memory / str(number))
+        script, run = begun(mesh, memory / str(number), **fields)
         script.step(0)
         run.commit(0)
         with torch.no_grad():
@@ -530,8 +513,7 @@ def test_a_write_behind_a_commit_is_refused_until_it_is_committed(mesh: DeviceMe
 
 
 def test_tensors_that_were_put_into_the_state_are_committed(mesh: DeviceMesh, memory: Path) -> None:
-    script = Script(mesh, overlap="iteration")
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, overlap="iteration")
     for step in range(2):
         script.step(step)
         run.commit()
@@ -547,8 +529,7 @@ def test_tensors_that_were_put_into_the_state_are_committed(mesh: DeviceMesh, me
 def test_a_commit_that_cannot_be_written_stops_training_until_another_is(
     mesh: DeviceMesh, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Script(mesh, overlap="iteration")
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, overlap="iteration")
     script.step(0)
     run.commit(0)
     script.step(1)
@@ -574,8 +555,7 @@ def test_a_commit_that_cannot_be_written_stops_training_until_another_is(
 def test_a_write_to_what_had_no_gradient_ends_the_commit_before(
     mesh: DeviceMesh, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = Script(mesh, width=24, bucket_bytes=1024, device_bytes=8192)  # state of weights is cut
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, width=24, bucket_bytes=1024, device_bytes=8192)  # state of weights is cut
     script.step(0)
     run.commit(0)
     script.backward(1)
@@ -627,8 +607,7 @@ def write_unseen(script: Script) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_commit_has_writes_that_no_version_tells(mesh: DeviceMesh, memory: Path, mode: str) -> None:
-    script = Script(mesh, **MODES[mode])
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, **MODES[mode])
     for step in range(2):
         script.step(step)
         write_unseen(script)
@@ -655,8 +634,7 @@ def test_a_recovered_process_changes_nothing_before_its_first_step(mesh: DeviceM
 
 
 def test_a_step_may_be_skipped_before_any_was_made(mesh: DeviceMesh, memory: Path) -> None:
-    script = Script(mesh)
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory)
     script.backward(0)  # a GradScaler finds an inf
     script.optimizer.zero_grad()
     run.commit("skipped")
@@ -672,8 +650,7 @@ def test_a_step_may_be_skipped_before_any_was_made(mesh: DeviceMesh, memory: Pat
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_load_ends_all_commits_until_the_next(mesh: DeviceMesh, memory: Path, mode: str) -> None:
-    script = Script(mesh, **MODES[mode])
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory, **MODES[mode])
     script.step(0)
     saved = script.optimizer.state_dict()
     saved["state"] = {at: {k: v.clone() for k, v in one.items()} for at, one in saved["state"].items()}
@@ -690,8 +667,7 @@ def test_a_load_ends_all_commits_until_the_next(mesh: DeviceMesh, memory: Path, 
 
 
 def test_other_homes_or_no_offload_end_it(mesh: DeviceMesh, memory: Path) -> None:
-    script = Script(mesh)
-    run = recoverable(script.optimizer, memory)
+    script, run = begun(mesh, memory)
     script.step(0)
     run.commit()
     more = nn.Parameter(torch.ones(3))

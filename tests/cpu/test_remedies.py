@@ -23,6 +23,7 @@ import checkpoint_tools
 import fsdp_offload
 from fsdp_offload import OffloadPolicy, is_offloaded, offload_optimizer
 from fsdp_offload import checkpoint as ours
+from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.integrations.plain_values import metrics_of, metrics_of_each, model_of, offload, policy_from
 from fsdp_offload.plan import Model, Plan, Training, candidates, machine_of, plan
 from fsdp_offload.plan import model_of as model_of_plan
@@ -89,9 +90,7 @@ def test_a_habit_of_torch_gets_the_line_to_write(habit: str) -> None:
     with pytest.raises(TypeError) as error:
         call(script)
     policy = re.search(r"OffloadPolicy\(.*\)", line_in(error.value))
-    names = (
-        {"max_norm": 1.0, "state_dict": ours.get_optimizer_state_dict(script.model, script.optimizer)} if attach else {}
-    )
+    names = {"max_norm": 1.0, "state_dict": script.get()} if attach else {}
     if line_in(error.value).startswith("OffloadPolicy"):  # a value for the argument that was wrong
         offload_optimizer(script.optimizer, model=script.model, policy=eval(policy[0]))  # type: ignore[index]
         script.train()
@@ -102,15 +101,7 @@ def test_a_habit_of_torch_gets_the_line_to_write(habit: str) -> None:
     else:
         write(error.value, script, callback=None, **names)
     if policy is not None and "overlap" in policy[0]:
-        assert attached_policy(script).overlap != "step"
-
-
-def attached_policy(script: Script) -> OffloadPolicy:
-    from fsdp_offload.engine.engine import engine_of
-
-    engine = engine_of(script.optimizer)
-    assert engine is not None
-    return engine.policy
+        assert engine_of(script.optimizer).policy.overlap != "step"
 
 
 def test_prepare_without_its_accelerator() -> None:
@@ -206,9 +197,9 @@ def test_an_optimizer_without_parameters_gets_some_later(overlap: str) -> None:
 def test_a_refused_load_is_one_error_that_names_the_path(tmp_path: Path) -> None:
     script = Script(attach=True)
     script.train()
-    saved = {"optimizer": ours.get_optimizer_state_dict(script.model, script.optimizer), "seed": 5}
+    saved = {"optimizer": script.get(), "seed": 5}
     ours.save(saved, checkpoint_id=tmp_path / "there")
-    state = {"optimizer": ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True), "epoch": 0}
+    state = {"optimizer": script.template(), "epoch": 0}
     with pytest.raises(
         ValueError, match=r"^load: .*there: this checkpoint is not loaded.*\n- 1 requested.*epoch"
     ) as error:
@@ -226,7 +217,7 @@ def test_a_refused_load_is_one_error_that_names_the_path(tmp_path: Path) -> None
         ours.save(script.model, checkpoint_id=broken)
     # planner=LoadPlanner(allow_missing=[patterns]) leaves such keys as they are.
     ours.load(state, checkpoint_id=tmp_path / "there", planner=ours.LoadPlanner(allow_missing=["epoch"]))
-    ours.set_optimizer_state_dict(script.model, script.optimizer, state["optimizer"])
+    script.set(state["optimizer"])
     script.train()
 
 
@@ -248,7 +239,7 @@ def test_arguments_of_others_get_the_line_to_write(function: Any, tmp_path: Path
 
 def test_a_refused_save_is_one_error_that_names_the_path(tmp_path: Path) -> None:
     script = Script(attach=True)
-    template = ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+    template = script.template()
     with pytest.raises(ValueError, match=r"^save: .*there: nothing has been written: for_load=True made") as error:
         ours.save({"o": template}, checkpoint_id=tmp_path / "there")
     assert len(str(error.value).splitlines()) == 1
@@ -344,10 +335,6 @@ def test_rules_and_state_dicts_of_a_model() -> None:
     assert "0.mlp.up_proj.weight" in split_state_dict(state, None, rules)[0]
 
 
-def whole(script: Script, form: dict[str, Any]) -> Any:
-    return ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True, **form)
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "nested": {},
     "flattened": {"flatten_optimizer_state_dict": True},
@@ -365,45 +352,41 @@ def test_what_a_scheduler_has_added_to_the_groups_is_loaded(
     def factor(epoch: int) -> float:
         return 0.75**epoch
 
+    def rates_of(script: Script, scheduler: LambdaLR, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            script.train(1)
+            scheduler.step()
+            found += scheduler.get_last_lr()
+        return found
+
     script = Script(torch.optim.RMSprop, lr=0.02, momentum=0.5, attach=True)
     scheduler = LambdaLR(script.optimizer, factor)
-    for _ in range(4):
-        script.train(1)
-        scheduler.step()
-    saved = ours.get_optimizer_state_dict(script.model, script.optimizer, **form)
+    rates_of(script, scheduler, 4)
+    saved = script.get(**form)
     ours.save(saved if is_root else {"optimizer": saved}, checkpoint_id=tmp_path)
-    rates = []
-    for _ in range(2):
-        script.train(1)
-        scheduler.step()
-        rates += scheduler.get_last_lr()
+    rates = rates_of(script, scheduler, 2)
     other = Script(torch.optim.RMSprop, lr=0.02, momentum=0.5, attach=True)
-    template = whole(other, form)
+    template = other.template(**form)
     state = template if is_root else {"optimizer": template}
     loaded = ours.load(state, checkpoint_id=tmp_path)
     assert any(key.endswith("initial_lr") for key in loaded.filled)
-    ours.set_optimizer_state_dict(other.model, other.optimizer, state if is_root else state["optimizer"])
+    other.set(state if is_root else state["optimizer"])
     assert [group["initial_lr"] for group in other.optimizer.param_groups] == [0.02]
-    scheduler = LambdaLR(other.optimizer, factor, last_epoch=3)
-    resumed = []
-    for _ in range(2):
-        other.train(1)
-        scheduler.step()
-        resumed += scheduler.get_last_lr()
-    assert resumed == rates
+    assert rates_of(other, LambdaLR(other.optimizer, factor, last_epoch=3), 2) == rates
 
 
 def test_a_refused_load_adds_nothing_to_the_groups(tmp_path: Path) -> None:
     script = Script(attach=True)
     script.train()
     script.optimizer.param_groups[0] |= {"initial_lr": 0.5, "warm": torch.tensor(0.25)}
-    ours.save({"o": ours.get_optimizer_state_dict(script.model, script.optimizer), "more": 1}, checkpoint_id=tmp_path)
+    ours.save({"o": script.get(), "more": 1}, checkpoint_id=tmp_path)
     other = Script(attach=True)
-    state = {"o": whole(other, {}), "less": 1}
+    state = {"o": other.template(), "less": 1}
     with pytest.raises(ValueError, match="less"):
         ours.load(state, checkpoint_id=tmp_path)
     assert "initial_lr" not in state["o"]["param_groups"][0]
-    state = {"o": whole(other, {}), "more": 0}
+    state = {"o": other.template(), "more": 0}
     ours.load(state, checkpoint_id=tmp_path, planner=ours.LoadPlanner(allow_extra=["*.initial_lr"]))
     assert "initial_lr" not in state["o"]["param_groups"][0]
     ours.load(state, checkpoint_id=tmp_path)
@@ -432,19 +415,19 @@ def test_a_whole_class_without_state_gets_it_from_torchs_getter(tmp_path: Path) 
 
     one = script_of()
     one.train(3)
-    saved = {"m": one.model.state_dict(), "o": ours.get_optimizer_state_dict(one.model, one.optimizer)}
+    saved = {"m": one.model.state_dict(), "o": one.get()}
     ours.save(saved, checkpoint_id=tmp_path)
     one.train(2)
     other = script_of()
     with pytest.raises(
         ValueError, match=r"Call get_optimizer_state_dict of torch\.distributed\.checkpoint\.state_dict once"
     ):
-        whole(other, {})
+        other.template()
     torch_state_dict.get_optimizer_state_dict(other.model, other.optimizer)
-    state = {"m": other.model.state_dict(), "o": whole(other, {})}
+    state = {"m": other.model.state_dict(), "o": other.template()}
     ours.load(state, checkpoint_id=tmp_path)
     other.model.load_state_dict(state["m"])
-    ours.set_optimizer_state_dict(other.model, other.optimizer, state["o"])
+    other.set(state["o"])
     other.train(2)
     assert all(map(torch.equal, one.weights(), other.weights()))
 
@@ -518,9 +501,9 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "no states": ("'state', got NoneType", lambda s: s.optimizer.load_state_dict({**DICT, "state": None})),
     "groups of numbers": ("groups, got int", lambda s: s.optimizer.load_state_dict({**DICT, "param_groups": [1]})),
     "state of text": ("state of 0, got str", lambda s: s.optimizer.load_state_dict({**DICT, "state": {0: "x"}})),
-    "named groups without names": (r"'params': \[name\]", lambda s: set_(s, {**DICT, "param_groups": [{"lr": 1}]})),
-    "named groups of text": ("expected {'state'", lambda s: set_(s, {**DICT, "param_groups": ["0.weight"]})),
-    "named state of text": ("expected {'state'", lambda s: set_(s, {**DICT, "state": {"0.weight": "x"}})),
+    "named groups without names": (r"'params': \[name\]", lambda s: s.set({**DICT, "param_groups": [{"lr": 1}]})),
+    "named groups of text": ("expected {'state'", lambda s: s.set({**DICT, "param_groups": ["0.weight"]})),
+    "named state of text": ("expected {'state'", lambda s: s.set({**DICT, "state": {"0.weight": "x"}})),
     "a writer's path": ("StorageWriter, got str", lambda _: ours.save({}, storage_writer="here")),  # type: ignore[arg-type]
     "a reader's path": ("StorageReader, got str", lambda _: ours.load({}, storage_reader="here")),  # type: ignore[arg-type]
     "an empty save": (
@@ -609,11 +592,8 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
     "nowhere to save": ("checkpoint_id must be a path, got NoneType. Write save", lambda _: ours.save({"a": 1})),
     "no name to load": ("checkpoint_id must be a path, got NoneType", lambda _: ours.load({"a": 1}, checkpoint_id="")),
     "a path that is a number": ("must be a path, got int. Write load", lambda _: ours.load({"a": 1}, checkpoint_id=3)),  # type: ignore[arg-type]
-    "the whole state": (
-        r"got \['optimizer'\]. Give its entry 'optimizer'",
-        lambda s: set_(s, {"optimizer": ours.get_optimizer_state_dict(s.model, s.optimizer)}),
-    ),
-    "state by number": ("numbers in the place of names", lambda s: set_(s, {**DICT, "state": {0: {}}})),
+    "the whole state": (r"got \['optimizer'\]. Give its entry 'optimizer'", lambda s: s.set({"optimizer": s.get()})),
+    "state by number": ("numbers in the place of names", lambda s: s.set({**DICT, "state": {0: {}}})),
     "no folder": ("the folder of a checkpoint, or its fsspec URL, got ''", lambda _: checkpoint_tools.verify("")),
     "a folder of a number": ("the folder of a checkpoint, .* got 3", lambda _: checkpoint_tools.verify(3)),  # type: ignore[arg-type]
     "candidates for text": ("state_bytes must be 0 or more", lambda _: candidates("x")),  # type: ignore[arg-type]
@@ -648,10 +628,6 @@ WRONG: dict[str, tuple[str, Callable[[Script], object]]] = {
 
 def clip(*given: Any) -> object:
     return fsdp_offload.clip_grad_norm_(*given)
-
-
-def set_(script: Script, state_dict: Any) -> None:
-    ours.set_optimizer_state_dict(script.model, script.optimizer, state_dict)
 
 
 @pytest.mark.parametrize("use", WRONG)
@@ -728,7 +704,7 @@ def test_state_that_is_none_is_refused_before_any_update(wrong: object, overlap:
 
 def test_what_was_made_to_load_into_is_not_saved_by_torchs_function_either(tmp_path: Path) -> None:
     for script in (Script(attach=True), Script()):
-        made = ours.get_optimizer_state_dict(script.model, script.optimizer, for_load=True)
+        made = script.template()
         with pytest.raises(CheckpointException, match="nothing has been written: for_load=True made this state dict"):
             dcp.save({"o": made}, checkpoint_id=tmp_path, planner=ours.SavePlanner())
 

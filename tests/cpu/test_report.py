@@ -20,6 +20,7 @@ from fsdp_offload.core.room import Stopwatch
 from fsdp_offload.device.lanes import Mark, SerialLane
 from fsdp_offload.engine.engine import Engine, engine_of
 from tests.overlapping import POLICIES, Loop, adamw, on_host
+from tests.parity import params_of
 
 POLICY = OffloadPolicy(bucket_bytes=2048)
 NUMELS = (1000, 300, 7, 64)
@@ -36,8 +37,7 @@ def offloaded(policy: OffloadPolicy = POLICY, make: Callable[..., Optimizer] = t
 
 
 def step(optimizer: Any, *numbers: int) -> OffloadReport:
-    every = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, param in enumerate(every):
+    for number, param in enumerate(params_of(optimizer)):
         param.grad = torch.ones_like(param) if not numbers or number in numbers else None
     optimizer.step()
     return optimizer.offload_report()

@@ -139,12 +139,8 @@ def test_flatten_and_unflatten():
 def test_wrong_memory_is_refused(plain: DTensor):
     with pytest.raises(ValueError, match="expected a local tensor of 3 elements"):
         ShardTensor(torch.zeros(4), chunks_of((4,), (0, 3)))
-    with pytest.raises(ValueError, match="contiguous"):
-        ShardTensor(torch.zeros(2, 3).t(), chunks_of((3, 2)))
     with pytest.raises(ValueError, match="expected chunks of a tensor of shape"):
         with_chunks(plain, torch.zeros(4), chunks_of((4,)))
-    with pytest.raises(TypeError, match="expected a DTensor"):
-        with_chunks(torch.zeros(4))
 
 
 def test_chunks_of_another_tensor_are_not_saved(tmp_path: Path, plain: DTensor):

@@ -14,8 +14,8 @@ from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.engine.engine import engine_of
 from tests.conformance.oracle import usual
 from tests.overlapping import Loop, Net, assert_same_each_step, assert_trained, pair, same
-from tests.parity import SMALL, One, Zoo, attach, offloaded_names, params_of
-from tests.zoo.local import Momentum
+from tests.parity import SMALL, One, Zoo, attach, offloaded_names
+from tests.zoo.local import Assorted, Momentum
 
 torchao = pytest.importorskip("torchao.optim")
 schedulefree = pytest.importorskip("schedulefree")
@@ -93,16 +93,6 @@ class Tallying(Momentum):
         return grad
 
 
-class OneScale(torch.optim.SGD):
-    """Its state has not one number for each element."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        for param in params_of(self):
-            if param.grad is not None:
-                self.state[param].setdefault("scale", torch.zeros(2))
-        return super().step(closure)
-
-
 def trusting(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[Loop, Loop]:
     both = pair(None, None, make, net=Zoo)
     attach(both[1].optimizer, trust_separable=True)
@@ -121,7 +111,7 @@ def test_a_trusted_class_moves_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda params: OneScale(params, lr=0.1), r"its state \['scale'\] has not one number for each element"),
+        (Assorted, r"its state \['table'\] has not one number for each element"),
         (torch.optim.LBFGS, "depends on others"),  # as the table says
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_offload.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
+from fsdp_offload.checkpoint import load, save
 from tests.remedies import Script
 
 pytestmark = [pytest.mark.usefixtures("mesh"), pytest.mark.filterwarnings("ignore:offload_optimizer")]
@@ -19,17 +19,14 @@ class Two:
     def __init__(self, path: Path, *, attach: bool) -> None:
         self.path, self.saved, self.resumed = path, Script(torch.optim.RAdam), Script(torch.optim.RAdam, attach=attach)
         self.saved.train(4)
-        save({"o": get_optimizer_state_dict(self.saved.model, self.saved.optimizer)}, checkpoint_id=path)
-        self.dicts = {name: self.template() for name in "AB"}
-
-    def template(self) -> Any:
-        return get_optimizer_state_dict(self.resumed.model, self.resumed.optimizer, for_load=True)
+        save({"o": self.saved.get()}, checkpoint_id=path)
+        self.dicts = {name: self.resumed.template() for name in "AB"}
 
     def load(self, name: str) -> None:
         load({"o": self.dicts[name]}, checkpoint_id=self.path)
 
     def set(self, name: str) -> None:
-        set_optimizer_state_dict(self.resumed.model, self.resumed.optimizer, self.dicts[name])
+        self.resumed.set(self.dicts[name])
 
     def assert_loaded(self) -> None:
         pairs = zip(self.saved.model.parameters(), self.resumed.model.parameters(), strict=True)
@@ -66,7 +63,7 @@ def test_after_another_was_set(tmp_path: Path, attach: bool) -> None:
     two.set("A")
     two.assert_loaded()
     del two.dicts["A"]
-    two.dicts["A"] = two.template()  # of state that there is
+    two.dicts["A"] = two.resumed.template()  # of state that there is
     two.set("B")
     two.assert_loaded()
 
@@ -74,7 +71,7 @@ def test_after_another_was_set(tmp_path: Path, attach: bool) -> None:
 def test_a_save_in_between_makes_no_state_of_unfilled_memory(tmp_path: Path) -> None:
     two = Two(tmp_path, attach=False)
     two.resumed.train(1)
-    get_optimizer_state_dict(two.resumed.model, two.resumed.optimizer)
+    two.resumed.get()
     with pytest.raises(ValueError, match="nothing was loaded"):
         two.set("A")
 
@@ -87,14 +84,14 @@ def test_state_of_no_parameter_is_refused(attach: bool, key: Any) -> None:
     script.optimizer.state[key] = {"sum": torch.ones(2)}
     for for_load in (False, True):
         with pytest.raises(ValueError, match=rf"{key!r}.*no parameter.*Keep it in an attribute of the optimizer"):
-            get_optimizer_state_dict(script.model, script.optimizer, for_load=for_load)
+            script.get(for_load=for_load)
     other = Script(torch.optim.RAdam)
     other.train(1)
-    saved = get_optimizer_state_dict(other.model, other.optimizer)
+    saved = other.get()
     with pytest.raises(ValueError, match=rf"{key!r}.*no parameter"):
-        set_optimizer_state_dict(script.model, script.optimizer, saved)
+        script.set(saved)
     script.optimizer.seen = script.optimizer.state.pop(key)
-    set_optimizer_state_dict(script.model, script.optimizer, saved)
+    script.set(saved)
     assert torch.equal(script.optimizer.seen["sum"], torch.ones(2))
 
 
@@ -104,4 +101,4 @@ def test_a_state_dict_without_state_is_told_beside_a_forgotten_template(tmp_path
     two.load("B")
     two.set("B")
     with pytest.warns(UserWarning, match="this state dict has no state"):
-        set_optimizer_state_dict(two.resumed.model, two.resumed.optimizer, {**two.dicts["B"], "state": {}})
+        two.resumed.set({**two.dicts["B"], "state": {}})

@@ -144,6 +144,7 @@ def failing(optimizer: Any, **kwargs: Any) -> None:
     raise TypeError("object layout differs")
 
 
+INSTEAD = "Attach to the inner optimizer instead"
 REFUSED_FIRST = "after it was refused (ValueError: cannot be offloaded): generator['torch']"
 BROKEN: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., Any], str, str]] = {
     "lr": (Momentum, behind(lambda o: o.param_groups[0].update(lr=1.5)), WRONG, "step 1: parameter first.weight"),
@@ -154,6 +155,9 @@ BROKEN: dict[str, tuple[type[torch.optim.Optimizer], Callable[..., Any], str, st
         *(Momentum, behind(lambda o: setattr(o, "step", lambda: {}["exp_avg"]))),
         *(CRASHED, "step 1: KeyError: 'exp_avg'"),
     ),
+    # Who wraps another is refused, and that one is offloaded.
+    "around": (Around, offload_optimizer, REFUSED, INSTEAD),
+    "around, lr": (Around, behind(lambda o: o.param_groups[0].update(lr=1.5)), WRONG, INSTEAD),
 }
 
 
@@ -164,15 +168,6 @@ def test_what_attaching_breaks_is_noticed(
     row = judged(cls, ONE, attach=attach)
     assert row.outcome == outcome
     assert detail in row.detail
-
-
-@pytest.mark.parametrize(
-    ("attach", "outcome"), [(offload_optimizer, REFUSED), (behind(lambda o: o.param_groups[0].update(lr=1.5)), WRONG)]
-)
-def test_who_wraps_another_is_refused_and_that_one_is_offloaded(attach: Callable[..., Any], outcome: str) -> None:
-    row = judged(Around, ONE, attach=attach)
-    assert row.outcome == outcome
-    assert "Attach to the inner optimizer instead" in row.detail
 
 
 # Libraries, files, the command line -----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ The first tests run megatron-core's own DistributedOptimizer; where ranks have G
 FusedAdam, otherwise around the reference of its Python contract. Those after them need one process.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,18 +19,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from fsdp_offload import (
-    OffloadPolicy,
-    is_offloaded,
-    offload_optimizer,
-    offload_report,
-    offload_states,
-    release_states,
-    reload_states,
-)
-from tests.cpu.test_megatron_chain import Loop, assert_same
+from fsdp_offload import is_offloaded, offload_optimizer, offload_report, offload_states, release_states, reload_states
+from tests.cpu.test_megatron_chain import STAYING, Loop, assert_same
 from tests.cpu.test_megatron_chain import train as train_both
 from tests.distributed import megatron_optimizer as megatron
 from tests.distributed.launch import DEVICE_TYPE, spawn
@@ -51,8 +41,6 @@ PHASES = (offload_states, release_states, reload_states)
 # Before the first of them, between them, and after the last.
 UP_TO = {name: PHASES[:count] for count, name in enumerate(("on the device", "leaving", "away", "coming back"))}
 EVERY_PHASE = pytest.mark.parametrize("phases", UP_TO.values(), ids=UP_TO)
-STAYING = OffloadPolicy(bucket_bytes=1 << 10, device_bytes=1 << 20)
-"""All state stays on the device, unless phases take it away."""
 
 
 # Megatron's own DistributedOptimizer ---------------------------------------------------------------------------------
@@ -147,17 +135,11 @@ def test_all_state_of_fused_adam_is_away_after_the_release(options: dict[str, An
 
 
 @EVERY_PHASE
-def test_a_state_dict_is_right_with_a_reload_pending_and_in_every_other_phase(phases: Any) -> None:
+def test_state_dicts_and_loads_are_right_with_a_reload_pending_and_in_every_other_phase(phases: Any) -> None:
     pair = pair_of(master_weights=True).step(2)
+    weights = copy.deepcopy(pair.plain.model.state_dict())
     go_through(pair.offloaded.optimizer, phases)
-    same_state_dicts(pair)
-    pair.step(2)
-
-
-@EVERY_PHASE
-def test_a_load_into_state_that_has_been_released(phases: Any) -> None:
-    pair = pair_of(master_weights=True).step(2)
-    saved, weights = same_state_dicts(pair), copy.deepcopy(pair.plain.model.state_dict())
+    saved = same_state_dicts(pair)
     pair.step(2)
     go_through(pair.offloaded.optimizer, phases)
     for run in pair:
@@ -183,27 +165,19 @@ def held_bytes(loop: Loop) -> list[int]:
     return [main.untyped_storage().nbytes() for main in loop.dense.mains]
 
 
-def test_masters_move_before_the_first_step() -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_masters_stay_the_same_tensors_and_no_parameter_of_the_model_leaves(steps: int) -> None:
+    """The framework holds on to both: it copies from one to the other after the step. Also before the first one."""
     on, off = loops()
-    before = held_bytes(on)
-    go_through(on.optimizer, (offload_states, release_states))
-    assert not any(held_bytes(on))
-    reload_states(on.optimizer)
-    assert held_bytes(on) == before
-    train((on, off), 0, 1)
-
-
-def test_masters_stay_the_same_tensors_and_no_parameter_of_the_model_leaves() -> None:
-    """The framework holds on to both: it copies from one to the other after the step."""
-    on, off = loops()
-    train((on, off), 0)
-    mains = list(on.dense.mains)
+    train_both((on, off), *range(steps))
+    mains, before = list(on.dense.mains), held_bytes(on)
     go_through(on.optimizer, (offload_states, release_states))
     assert not any(held_bytes(on))
     assert all(param.untyped_storage().nbytes() for param in on.model.parameters())
     reload_states(on.optimizer)
+    assert held_bytes(on) == before
     assert all(one is other for one, other in zip(on.dense.mains, mains, strict=True))
-    train((on, off), 1)
+    train((on, off), steps, steps + 1)
 
 
 def test_many_cycles_change_neither_values_nor_host_memory() -> None:
@@ -217,18 +191,6 @@ def test_many_cycles_change_neither_values_nor_host_memory() -> None:
             assert_same(on, off)
         train((on, off), step)
     assert [offload_report(one.optimizer).memory.host_bytes for one in (on.dense, on.experts)] == before
-
-
-def test_a_step_that_is_skipped_for_an_overflow_leaves_nothing_in_flight() -> None:
-    """Gradients are final and state is on its way back; then there is no step, and the next iteration begins."""
-    pair = loops()
-    for step in range(5):
-        for loop in pair:
-            skipped = mock.patch.object(type(loop.dense), "step", return_value=None)
-            with skipped if step % 2 else contextlib.nullcontext():
-                loop.train_step(step)
-        assert_same(*pair)
-    train(pair, 5)
 
 
 def test_a_reload_that_is_left_to_the_step() -> None:
@@ -246,17 +208,6 @@ def test_a_reload_that_is_left_to_the_step() -> None:
 @pytest.mark.distributed
 def test_masters_go_into_the_parameter_buffer_between_the_offload_and_the_release(tmp_path: Path) -> None:
     spawn(run_case, 2, tmp_path, "mains", copy_masters_and_release)
-
-
-def test_masters_are_right_until_the_release_and_refused_after_it() -> None:
-    on, off = loops()
-    train((on, off), 0)
-    offload_states(on.optimizer)
-    assert all(map(torch.equal, on.dense.mains, off.dense.mains))
-    release_states(on.optimizer)
-    with pytest.raises(RuntimeError, match="reload_states"):
-        on.dense.mains[0].sum()
-    train((on, off), 1)
 
 
 DEV = json.loads(Path(__file__).with_name("megatron_dev_config.json").read_text(encoding="utf-8"))

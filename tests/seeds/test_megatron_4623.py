@@ -19,13 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_offload import OffloadPolicy, offload_states, release_states, reload_states
-from fsdp_offload.checkpoint import (
-    chunks_of,
-    get_optimizer_state_dict,
-    load,
-    save,
-    set_optimizer_state_dict,
-)
+from fsdp_offload.checkpoint import chunks_of, get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from tests.distributed import test_integration_megatron_fsdp as framework
 from tests.distributed import test_megatron_fsdp as megatron
 from tests.distributed.frameworks import same_scripts
@@ -45,7 +39,7 @@ from tests.distributed.megatron_model import (
 from tests.distributed.same_files import digests
 from tests.distributed.test_no_collectives import alone, refusing
 from tests.fused_adam_reference import FusedAdam
-from tests.parity import attach, local
+from tests.parity import attach, local, take_step
 from tests.proofs import OTHER_RANKS, RESUMES, TRAINS, proves
 
 pytestmark = pytest.mark.distributed
@@ -111,28 +105,22 @@ def different(model: Module, optimizer: Any, shards: list[Tensor], twin: Any) ->
 # Local shards --------------------------------------------------------------------------------------------------------
 
 
-def run_shards(rank: int, world_size: int) -> None:
-    def case(kind: str) -> Iterator[str]:
-        yield from different(*trained(kind, POLICY), *twin_of(kind, 3))
+def run_shards(rank: int, world_size: int, fractions: tuple[float, ...]) -> None:
+    options = {"fused": True} if any(fractions) else {}
 
-    run_cases({kind: partial(case, kind) for kind in ENDS})
-
-
-def test_local_shards_are_updated_where_they_are_uneven_empty_and_flat_slices(tmp_path: Path) -> None:
-    spawn(run_shards, 3, tmp_path)
-
-
-def run_fractions(rank: int, world_size: int) -> None:
     def case(kind: str, fraction: float) -> Iterator[str]:
         policy = OffloadPolicy(bucket_bytes=1 << 10, host_fraction=fraction)
-        model, optimizer = trained(kind, policy, fused=True)
-        yield from different(model, optimizer, *twin_of(kind, 3, fused=True))
+        yield from different(*trained(kind, policy, **options), *twin_of(kind, 3, **options))
 
-    run_cases({f"{kind}, {part}": partial(case, kind, part) for kind in ENDS for part in (0.5, 1.0)})
+    run_cases({f"{kind}, {part}": partial(case, kind, part) for kind in ENDS for part in fractions})
 
 
-def test_cpu_fractions_of_a_half_and_of_all_are_their_cpu_twin(tmp_path: Path) -> None:
-    spawn(run_fractions, 2, tmp_path)
+@pytest.mark.parametrize(("ranks", "fractions"), [(3, (0.0,)), (2, (0.5, 1.0))], ids=["device", "CPU"])
+def test_local_shards_are_updated_where_they_are_uneven_empty_and_flat_slices(
+    ranks: int, fractions: tuple[float, ...], tmp_path: Path
+) -> None:
+    """On the device, and on the CPU by a half of the state and by all of it."""
+    spawn(run_shards, ranks, tmp_path, fractions)
 
 
 # Deterministic DTensors ----------------------------------------------------------------------------------------------
@@ -176,9 +164,7 @@ def run_duplicates(rank: int, world_size: int) -> None:
             optimizer = FusedAdam(net.parameters(), lr=0.1, master_weights=True)
             if offload:
                 attach(optimizer, model=net, policy=POLICY)
-            for param in net.parameters():
-                param.grad = torch.ones_like(param)
-            optimizer.step()
+            take_step(optimizer)
             made.append((net, optimizer))
         (plain_net, plain), (net, optimizer) = made
         needed = {"master_param"} if dtype is torch.bfloat16 else set()
