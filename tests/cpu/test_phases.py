@@ -285,6 +285,20 @@ def test_state_that_comes_later(edit: Callable[[Loop], None], policy: OffloadPol
     assert_same_each_step(*both, 2)
 
 
+def test_stores_begin_with_offload_and_loads_with_reload() -> None:
+    """They would come later, too, where something waits for them."""
+    loop = pair(None, RESIDENT, adamw, net=Zoo)[1].train(3)
+    core = engine_of(loop.optimizer).core
+    assert any(item.dirty for item in core.cache.held)
+    loop.phase("offload")
+    assert not any(item.dirty for item in core.cache.held)
+    loop.phase("release")
+    assert not core.cache.held
+    loop.phase("reload")
+    assert core.cache.held
+    assert not core.away
+
+
 def test_an_optimizer_is_dropped_in_any_phase() -> None:
     for phases in SEQUENCES.values():
         optimizer = offloaded()

@@ -186,6 +186,22 @@ def test_nothing_stays_of_what_did_not_end_well(tmp_path: Path, monkeypatch: pyt
     assert tool.names(tmp_path) == ["dcp", "fused", "model.pt"]
 
 
+@pytest.mark.parametrize("command", ["split", "convert"])
+def test_what_is_written_is_on_the_disk_before_it_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    source = save(tmp_path / "dcp", {FUSED: torch.ones(4, 2), "step": torch.ones(1)}, thread_count=2)
+    synced, fsync = set[str](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition(".unfinished")[0])
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    made = tool.made(command, source, tmp_path / "new", *[rule()] * (command == "split"))
+    assert {file.name for file in made.iterdir()} <= synced
+
+
 # What other libraries have written -----------------------------------------------------------------------------------
 
 
