@@ -536,6 +536,9 @@ Call remove_offload() on that one first
     | remove_offload(s.optimizer), built(s, SGD, overlap="iteration")
 param_groups[0] lists a parameter more than once. List each parameter once
     Script(twice) | s.attach() | s.optimizer.param_groups[0].update(params=[*s.model.parameters()]), s.attach()
+param_groups lists a parameter more than once. List each parameter once
+    (x := Script(attach=True), (p := x.optimizer.param_groups[0]["params"]).append(p[0]))[0] | s.train(1)
+    | s.optimizer.param_groups[0]["params"].pop(), s.train(1)
 optimizer.state has the key 'seen', which is not a parameter: no bucket has it. Keep it in an attribute of the optimizer
     (x := Script(SGD), x.optimizer.state.update(seen=4))[0] | s.attach()
     | setattr(s.optimizer, "seen", s.optimizer.state.pop("seen")), s.attach()
