@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from ctypes import string_at
 from typing import Any, NamedTuple
 
 import torch
@@ -125,8 +126,9 @@ def counters_of(state: UserState, homes: Mapping[str, Tensor]) -> tuple[list[obj
     seen: list[object] = []
     for name, value in counters.items():
         if isinstance(value, Tensor):
-            number = value.item() if value.is_cpu and value.numel() == 1 else None
-            seen.append((name, id(value), value._version, number))
+            is_number = type(value) is Tensor and value.is_cpu and value.numel() == 1
+            number = string_at(value.data_ptr(), value.nbytes) if is_number else None  # item() would be in traces
+            seen.append((name, id(value), None if value.is_inference() else value._version, number))
         else:
             seen.append((name, value))
     return [*counters.values()], seen
