@@ -147,6 +147,7 @@ class _Recorder:
         self._thread = Worker("fsdp_offload deltas", device)  # 30 ms a step for 3 G elements
         self._merging: Future[None] | None = None
         self.problem: Exception | None = None
+        self.forgotten = self.handed_out = 0  # calls of forget(), and how many the last iteration knew of
 
     def begin(self) -> _Step:
         return _Step(self)
@@ -167,7 +168,7 @@ class _Recorder:
         """
         lanes, down = self._lanes, self._lanes.down
         pin = found[0].device.type != "cpu" and self._pins
-        homes = [torch.empty(one.shape, dtype=one.dtype, pin_memory=pin) for one in found]
+        homes = [torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=pin) for one in found]
         lanes.made([*found, *homes], here := lanes.here())
         down.wait(here.mark())  # R3: it has made them
         down.copy([*zip(homes, found, strict=True)])
@@ -197,7 +198,7 @@ class _Recorder:
             for piece, part, old, new in zip(batch.pieces, parts, *both.tolist(), strict=True):
                 shard, start = self.shards.setdefault(piece.param, _Shard({})), piece.start
                 if shard.sums.get(start) != (piece.stop, Sums(*old)):
-                    shard.is_dense = True  # and never back: forget() may set it meanwhile
+                    shard.is_dense = True
                 if not shard.is_dense and start in shard.bits:
                     merge(shard.bits[start], part)
                 elif not shard.is_dense:
@@ -220,8 +221,7 @@ class WeightDeltas:
 
     def forget(self) -> None:
         """Hand out all weights the next time. Call it if the last deltas have not arrived."""
-        for shard in [*self._recorder.shards.values()]:  # a merge may add some, which are dense
-            shard.is_dense = True
+        self._recorder.forgotten += 1
 
     def __iter__(self) -> Iterator[WeightDelta]:
         """Read all changes at once, between two steps, and hand them out; those that the caller leaves are lost.
@@ -254,15 +254,19 @@ class WeightDeltas:
                 "without a record are handed out whole."
             ) from problem
         taken: list[tuple[Tensor, Tensor | None, Tensor]] = []
+        forgotten = recorder.forgotten  # another thread may call forget() meanwhile: that is for the next iteration
         for param, (pieces, its_sums) in present.items():
             shard = recorder.shards.get(param, _Shard({}))
-            is_dense = shard.is_dense or shard.sums != its_sums
+            is_dense = forgotten > recorder.handed_out or shard.is_dense or shard.sums != its_sums
             if not pieces or not (shard.bits or is_dense):
                 continue
             flat, dtype = _flat(engine, param), pieces[0].dtype
             changed = None if is_dense else _changed(shard.bits, flat, dtype)
-            taken.append((param, *(changed or (None, flat.to("cpu", dtype, copy=True)))))
-        recorder.shards = {param: _Shard(its) for param, (_, its) in present.items()}
+            if changed is None or len(changed[0]):
+                taken.append((param, *(changed or (None, flat.to("cpu", dtype, copy=True)))))
+        left = set(params_of(optimizer)) if (optimizer := self._optimizer()) is not None else ()
+        recorder.shards = {param: _Shard(its) for param, (_, its) in present.items() if param in left}
+        recorder.handed_out = forgotten
         return taken
 
     def _hand_out(self, taken: list[tuple[Tensor, Tensor | None, Tensor]]) -> Iterator[WeightDelta]:
@@ -272,7 +276,7 @@ class WeightDeltas:
                 yield WeightDelta(name, flat_index(part, places), values, dense=False)
                 continue
             for number, some in enumerate(values.split(_DENSE_NUMEL)):
-                numbers = torch.arange(len(some)) + number * _DENSE_NUMEL
+                numbers = torch.arange(len(some), device="cpu") + number * _DENSE_NUMEL
                 yield WeightDelta(name, flat_index(part, numbers), some, dense=True)
 
     def _measure(self, engine: Engine) -> dict[Tensor, tuple[list[Piece], dict[int, tuple[int, Sums]]]]:
@@ -280,11 +284,20 @@ class WeightDeltas:
         engine.check_usable("weight_deltas")
         optimizer, cut = self._optimizer(), self._recorder.cut
         params = params_of(optimizer) if optimizer is not None else []
+        attachment = attachment_of(optimizer)
+        model = None if attachment is None or attachment.model is None else attachment.model()
+        there = dict.fromkeys(params) if model is None else parameters_of(model)
+        if gone := [engine.names.get(one, "a parameter") for one in params if one not in there]:
+            raise RuntimeError(
+                f"weight_deltas: the optimizer has {listed(gone)}, which the model does not have (any more, after "
+                "load_state_dict(assign=True)). Build an optimizer of the model's parameters, and offload that."
+            )
         if unknown := [engine.names.get(one, "a parameter") for one in params if one not in self._names]:
             raise RuntimeError(
                 f"weight_deltas: the optimizer has {listed(unknown)}, which its model did not have when weight_deltas "
                 "was called. Call weight_deltas(optimizer) again, and send all weights once."
             )
+        params += [one for one in self._recorder.shards if one not in set(params)]  # they have left it since a step
         engine.wait_updated()
         wait_parameters_home(engine)
         ranges: defaultdict[Tensor, list[tuple[int, int]]] = defaultdict(list)

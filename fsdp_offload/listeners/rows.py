@@ -56,7 +56,7 @@ def gather(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
 def _multipliers(words: int, device: torch.device) -> Tensor:
     drawn = random.Random(0)
     numbers = [[drawn.getrandbits(63) | 1 for _ in range(words)] for _ in range(2)]
-    return torch.tensor(numbers, dtype=torch.int64).to(device)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device)
 
 
 def _fold(words: Tensor) -> None:

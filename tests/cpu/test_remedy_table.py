@@ -782,6 +782,7 @@ ELSEWHERE = {
         "moves as a whole, and its own step updates all weights at once",
         "from which forwards compute weights",
         "which its model did not have when",
+        "which the model does not have",
         "is asleep. Call reload_model(model)",
         "listens to an optimizer of this process",
     ),

@@ -15,6 +15,7 @@ from fsdp_offload import clip_grad_norm_, offload_model, offload_report, reload_
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.listeners import WeightDelta, WeightDeltas, weight_deltas
 from fsdp_offload.listeners import deltas as deltas_module
+from fsdp_offload.listeners import rows as rows_module
 from tests.overlapping import EVERY_POLICY, Loop, Net, adamw, policy_of
 from tests.parity import attach, fail_in_bucket, local
 from tests.remedies import Unlisted
@@ -260,11 +261,79 @@ def test_parameters_that_come_later(mesh: DeviceMesh) -> None:
     deltas = weight_deltas(loop.optimizer)
     loop.optimizer.add_param_group({"params": loop.params[1::2]})
     list(deltas)
-    loop.train(1)
-    assert set(by_name(deltas)) == {name for name, _ in loop.model.named_parameters()}
-    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    before = bits_of(loop)
+    after = bits_of(loop.train(1))
+    changed = {name for name, old in before.items() if not torch.equal(old, after[name])}
+    assert set(by_name(deltas)) == changed > {name for name, one in loop.named.items() if one.dim() == 2}
+    late = nn.Parameter(torch.ones(4))
+    loop.optimizer.add_param_group({"params": [late]})
+    with pytest.raises(RuntimeError, match="which the model does not have"):
+        list(deltas)
+    loop.model.extra.norm.late = late
     with pytest.raises(RuntimeError, match="which its model did not have when weight_deltas was called"):
         list(deltas)
+
+
+@EVERY_POLICY
+def test_parameters_that_leave(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
+    """What was changed before they did is handed out, once."""
+    loop = Loop(mesh, slow, policy_of(fields), net=half).train(2)
+    deltas, before = weight_deltas(loop.optimizer), bits_of(loop)
+    loop.train(1, first=2)
+    group, left = loop.optimizer.param_groups[0], loop.named["blocks.0.up.weight"]
+    group["params"] = [one for one in group["params"] if one is not left]
+    assert_brought_up(before, deltas, loop)
+    assert list(deltas) == []
+    loop.train(1, first=3)
+    assert "blocks.0.up.weight" not in by_name(deltas)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["all", "one"])
+def test_parameters_that_a_load_replaces(mesh: DeviceMesh, strict: bool) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas, state = weight_deltas(loop.optimizer), copy.deepcopy(loop.model.state_dict())
+    state = state if strict else {"blocks.0.up.weight": state["blocks.0.up.weight"]}
+    loop.model.load_state_dict(state, strict=strict, assign=True)
+    for refused in (lambda: list(deltas), lambda: weight_deltas(loop.optimizer)):
+        with pytest.raises(RuntimeError, match=r"which the model does not have .any more, after load_state_dict"):
+            refused()
+
+
+def test_forget_in_another_thread_is_for_the_next_iteration(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas = weight_deltas(loop.optimizer)
+    loop.train(1, first=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(deltas_module, "_changed", lambda *_: (deltas.forget(), None)[1])
+        list(deltas)
+    assert all(one.dense for one in by_name(deltas)["blocks.0.up.weight"])
+    assert list(deltas) == []
+
+
+def test_steps_that_change_nothing_hand_out_nothing(mesh: DeviceMesh) -> None:
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    deltas = weight_deltas(loop.optimizer)
+    loop.optimizer.param_groups[0]["lr"] = 0.0
+    loop.train(1, first=1)
+    assert list(deltas) == []
+
+
+def test_a_default_device_is_not_theirs(mesh: DeviceMesh) -> None:
+    """Indices and values are on the host, and so is what a step records."""
+    loop = Loop(mesh, slow, policy_of({}), net=half).train(1)
+    rows_module._multipliers.cache_clear()
+    with torch.device("meta"):
+        deltas = weight_deltas(loop.optimizer)
+    before = bits_of(loop)
+    loop.backward(1)
+    with torch.device("meta"):
+        loop.optimizer.step()
+        found = list(deltas)
+        deltas.forget()
+        found += deltas
+    assert {one.dense for one in found} == {True, False}
+    assert all(one.indices.is_cpu and one.values.is_cpu for one in found)
+    assert_brought_up(before, found, loop)
 
 
 def test_two_optimizers_hand_out_their_own(mesh: DeviceMesh) -> None:
