@@ -155,6 +155,7 @@ class Core:
         lock: held for one operation on this object, and never around users' code, which may wait for a thread that
             needs the lock: on a GPU, hooks run in autograd's threads.
         thread: identity of the thread that trains; other threads wait for the end of a step before they look.
+        loading: by ``id`` of each module whose ``load_state_dict`` is under way, identity of its thread.
         stream: lane of the stream on which that thread trains.
     """
 
@@ -172,6 +173,7 @@ class Core:
         self.steps = 0
         self.lock = threading.Condition(threading.RLock())
         self.thread, self.stream = threading.get_ident(), lanes.on(None)
+        self.loading: dict[int, int] = {}
         self.gives_way = False
         self._gathers: dict[int, Use] = {}
         self.of_group: dict[int, list[Bucket]] = {}
@@ -218,12 +220,15 @@ class Core:
     def between_steps(self) -> Iterator[None]:
         """Hold the lock; a thread that does not train first waits for the end of the step under way.
 
+        All threads wait for the end of a ``load_state_dict`` in another one.
+
         Raises:
             RuntimeError: the step has not ended within ``STEP_SECONDS``.
         """
         give_up = time.monotonic() + STEP_SECONDS
         with self.lock:
-            while self.updates is not None and self.is_foreign:
+            here = threading.get_ident()
+            while (self.updates is not None and self.is_foreign) or not {here}.issuperset(self.loading.values()):
                 if time.monotonic() > give_up:
                     raise RuntimeError(_NO_END)
                 self.lock.wait(POLL_SECONDS)

@@ -1,5 +1,6 @@
 """Hooks from a model's forward and backward into the core. Everything here refers to the optimizer weakly."""
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,7 +19,12 @@ from ..fsdp.homed import keep_in_place
 from ..policy import OffloadPolicy
 from .engine import Engine, states_of
 
-_LOOKS = {"_before_state_dict", "_after_state_dict", "_before_load"}  # other threads may run these between steps
+_LOOKS = {
+    "_before_state_dict",
+    "_after_state_dict",
+    "_before_load",
+    "_after_load",
+}  # other threads may run these between steps
 
 
 class ModelHooks:
@@ -42,14 +48,15 @@ class ModelHooks:
         if engine.weights.parts:
             self._undo.append(keep_in_place(model, list(engine.weights.parts), engine))
         if engine.policy.moves_beside_model:
-            before_save, after_save, before_load = (
+            before_save, after_save, before_load, after_load = (
                 partial(_call, hooks, last, name)
-                for name in ("_before_state_dict", "_after_state_dict", "_before_load")
+                for name in ("_before_state_dict", "_after_state_dict", "_before_load", "_after_load")
             )
             for module in model.modules():  # also submodules, whose state dict may be taken by itself
                 self._undo.append(module.register_state_dict_pre_hook(before_save).remove)
                 self._undo.append(module.register_state_dict_post_hook(after_save).remove)
                 self._undo.append(module.register_load_state_dict_pre_hook(before_load).remove)
+                self._undo.append(module.register_load_state_dict_post_hook(after_load).remove)
 
     def __del__(self) -> None:
         if self._engine.core.done and self._undo:
@@ -73,6 +80,7 @@ class ModelHooks:
 
     def _before_gather(self, number: int, stream: torch.Stream | None) -> None:
         engine = self._engine
+        engine.core.loading.clear()  # of a load that an exception has ended
         refuse_capture(engine.device)
         if engine.speculation.ahead.is_speculative:
             engine.speculation.before_gather(number)
@@ -124,11 +132,18 @@ class ModelHooks:
                     home = engine.weights.fixed[engine.plan.together.get(param, ELSEWHERE)]
                     home.hand_out(param, found.get(prefix + name), engine.core.steps)
 
-    def _before_load(self, *_: object) -> None:
+    def _before_load(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
+        here, loading = threading.get_ident(), self._engine.core.loading
+        for one in [one for one, thread in [*loading.items()] if thread == here and not prefix]:
+            del loading[one]  # an exception has ended an earlier load
         with self._engine.between_steps():
             self._engine.wait_updated()
             if self._engine.weights.items:
                 self._engine.lending.wait()  # R4, on the host: a checkpoint's writer may still be reading the homes
+            loading[id(module)] = here
+
+    def _after_load(self, module: nn.Module, _: object) -> None:
+        self._engine.core.loading.pop(id(module), None)
 
     def _before_reduce(self, number: int) -> None:
         optimizer, engine = self._optimizer(), self._engine

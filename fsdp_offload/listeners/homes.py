@@ -156,6 +156,11 @@ def _loop(named: dict[Part, tuple[str, Engine]]) -> Iterator[tuple[str, Tensor]]
                 stack.enter_context(engine.between_steps())
                 engine.check_usable("weights(model)")
                 wait_parameters_home(engine)
+                if engine.core.loading:
+                    raise RuntimeError(
+                        "weights: model.load_state_dict() is under way in this thread, and some weights are still old. "
+                        "Loop behind it."
+                    )
             # Of each engine: were any of its gradients reduced since its last step() or zero_grad()?
             waiting = {any(map(engine.core.of_group.get, engine.core.reductions.counts)) for engine in of_engine}
             if len(waiting) > 1:

@@ -1,7 +1,9 @@
 """A loop over ``weights(model)`` has the weights of one step, in any thread; training goes on with the same bits."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,6 +105,38 @@ def test_what_it_refuses(mesh: DeviceMesh) -> None:
         write()
     with pytest.raises(TypeError, match=r"Write weights\(model\)|expected a torch.nn.Module"):
         weights(loop.optimizer)  # type: ignore[arg-type]
+
+
+def test_a_load_is_waited_for_in_another_thread_and_refused_in_its_own(mesh: DeviceMesh) -> None:
+    """In the middle of it, half of the weights are old."""
+    loop = Loop(mesh, adamw, on_host({}), net=small).train(1)
+    loaded = {name: tensor.detach() * 2 for name, tensor in loop.model.state_dict().items()}
+    found: list[dict[str, Tensor]] = []
+    reader = threading.Thread(target=lambda: found.append(copied(loop)))
+
+    def begin_to_read(*_: object) -> None:
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(\) is under way in this thread"):
+            copied(loop)
+        reader.start()
+
+    undo = loop.model.blocks[0].register_load_state_dict_post_hook(begin_to_read)
+    loop.model.load_state_dict(loaded)
+    reader.join()
+    undo.remove()
+    assert same(found[0], {name: local(tensor) for name, tensor in loaded.items()})
+    loop.train(1, first=1)
+    assert same(copied(loop), weights_of(loop))
+
+
+@pytest.mark.parametrize("again", [lambda loop: loop.model.load_state_dict(loop.model.state_dict()), Loop.backward])
+def test_a_load_that_fails_holds_up_nothing(mesh: DeviceMesh, again: Callable[..., object]) -> None:
+    loop = Loop(mesh, adamw, on_host({}), net=small).train(1)
+    undo = loop.model.blocks[0].register_load_state_dict_post_hook(Mock(side_effect=LookupError("no such table")))
+    with pytest.raises(LookupError):
+        loop.model.load_state_dict(loop.model.state_dict())
+    undo.remove()
+    again(loop, *[1] * (again is Loop.backward))
+    assert engine_of(loop.optimizer).core.loading == {}
 
 
 @EVERY_POLICY
