@@ -37,6 +37,7 @@ from tests.overlapping import (
     speculation_of,
     together,
 )
+from tests.parity import local
 
 small_net = partial(Net, width=16, layers=2)
 EVERYWHERE = pytest.mark.parametrize("parameters", [False, True])
@@ -314,14 +315,20 @@ def test_gradients_that_change_places_before_the_step(mesh: DeviceMesh, paramete
 
 
 @pytest.mark.parametrize("limit", [NEVER, ALWAYS])
-def test_writes_that_no_version_shows_between_forward_and_backward(mesh: DeviceMesh, limit: float) -> None:
+@pytest.mark.parametrize("shows", [False, True], ids=["no version", "only a version"])
+def test_writes_between_forward_and_backward_that_are_not_seen(mesh: DeviceMesh, limit: float, shows: bool) -> None:
     """A roll-back restores parameters as they were behind these writes."""
     plain, loop = pair(mesh, clipping(), net=small_net)
     for one in (plain, loop):
         one.train_clipped([NEVER] * 5)
+        held = [local(param) for param in one.params]  # while they are not watched
         loss = one.model(one.batch(5))
-        for param in one.params:
-            param.detach().to_local().untyped_storage().copy_((param.detach().to_local() * 0.9).untyped_storage())
+        for param, memory in zip(one.params, held, strict=True):
+            if shows:
+                with torch.no_grad():
+                    memory.mul_(0.9)
+            else:
+                param.detach().to_local().untyped_storage().copy_((memory.detach() * 0.9).untyped_storage())
         loss.backward()
         one.clip(limit)
         one.step()
