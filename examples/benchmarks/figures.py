@@ -181,12 +181,12 @@ def _add_counters(trace: Mapping[str, Any], samples: list[Moment]) -> None:
 
 
 def _one_iteration(samples: list[Moment]) -> Iterator[Moment]:
-    """Yield the samples of the last whole iteration, from its first forward to its step."""
+    """Yield the samples of the iteration that :func:`timeline_of` takes, from its first forward to its step."""
     ends = [number for number, one in enumerate(samples) if one.name == "step"]
     if not ends:
         raise ValueError("no iteration was trained while recording: no step() of this optimizer was called")
-    begin = ends[-2] + 1 if len(ends) > 1 else 0
-    yield from samples[begin : ends[-1] + 1]
+    begin, end = [-1, *ends][-3:-1] if len(ends) > 1 else (-1, ends[0])
+    yield from samples[begin + 1 : end + 1]
 
 
 def measure(
