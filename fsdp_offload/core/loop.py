@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -681,7 +681,7 @@ class WayBack:
         if not versions.items() <= known.items():
             written = {one for one, version in versions.items() if known.get(one, version) != version}
             if written:  # also store again what other buckets have of a written parameter
-                self._stored = {one for one in self._stored if written.isdisjoint(one.params)}
+                self.distrust(written)
         self._versions |= versions
         if bucket in self._stored or not bucket.old:
             return
@@ -693,9 +693,9 @@ class WayBack:
             item.used["store"] = mark  # R1: the update writes the parameters that this store reads
         self._stored.add(bucket)
 
-    def distrust(self, params: Iterable[Tensor]) -> None:
+    def distrust(self, params: Collection[Tensor]) -> None:
         """Store ``params`` again before their update: others may write them, and versions miss some writes."""
-        self._stored = {one for one in self._stored if not set(params).intersection(one.params)}
+        self._stored = {one for one in self._stored if set(one.params).isdisjoint(params)}
 
     def updated(self, bucket: Bucket) -> None:
         """Note that the update of ``bucket`` has written its parameters: this does not count as a write by the user."""

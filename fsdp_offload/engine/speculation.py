@@ -448,10 +448,10 @@ class Speculation:
 
     @_from_any_thread
     def writes(self, tensors: Sequence[Tensor]) -> None:
-        if not self._tell_by_version(tensors):
-            self._note_write()
-        else:
+        if self._tell_by_version(tensors):
             self.ahead.way_back.distrust(tensors)
+        else:
+            self._note_write()
 
     def _note_write(self) -> None:
         if not self.announced:
@@ -465,9 +465,7 @@ class Speculation:
         """Treat a view as a write: later writes through it cannot be seen, in this step or in later ones."""
         if not self._tell_by_version(tensors):
             self._shared.update((tensor, None) for tensor in tensors if not tensor.requires_grad)
-            self._note_write()
-        else:
-            self.ahead.way_back.distrust(tensors)
+        self.writes(tensors)
 
     def _tell_by_version(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether versions suffice: all are parameters that no speculative update has written."""

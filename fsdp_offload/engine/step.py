@@ -86,7 +86,8 @@ class Step(Turning):
         divided: param groups and counters that the buckets of this step share.
         without_state: parameters that had no state when the step began.
         used: by bucket number, shards whose gradients this step has used.
-        counted: by shard that a certain step has updated in the backward, :func:`counters_of` it after its update.
+        counted: by shard that was updated in the backward, :func:`counters_of` the user's entry: after the last update,
+            or, in a speculative step, after the first one, for which they were copied.
         heard: objects of listeners that hear of its updates.
     """
 
@@ -119,9 +120,8 @@ class Step(Turning):
 
     def are_counters_written(self) -> bool:
         """Return whether the user has changed counters that updates in the backward have used."""
-        if self.own is not None:
-            return self.own.are_written()
-        now = {shard: counters_of(self.states.get(shard.param), shard.homes) for shard in self.counted}
+        theirs = self.states if self.own is None else self.own.states
+        now = {shard: counters_of(theirs.get(shard.param), shard.homes) for shard in self.counted}
         return any(now[shard][1] != seen for shard, (_, seen) in self.counted.items())
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
@@ -223,9 +223,10 @@ class Step(Turning):
                             run = partial(one_heard.update, ranges, run)
                         run()
                 self._contents.writes_gradients |= before != _versions(ranges)
-                if states is self.states and self.stepping is None:
-                    shards = {one.shard: None for one in ranges}
-                    self.counted |= {one: counters_of(states.get(one.param), one.homes) for one in shards}
+                if self.stepping is None:
+                    theirs = states.states if isinstance(states, OwnCounters) else states
+                    shards = {one.shard: None for one in ranges if theirs is states or one.shard not in self.counted}
+                    self.counted |= {one: counters_of(theirs.get(one.param), one.homes) for one in shards}
             finally:
                 for one in ranges:
                     one.gradient = None  # a range outlives its update, and the step

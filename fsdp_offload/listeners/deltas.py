@@ -264,8 +264,8 @@ class WeightDeltas:
             changed = None if is_dense else _changed(shard.bits, flat, dtype)
             if changed is None or len(changed[0]):
                 taken.append((param, *(changed or (None, flat.to("cpu", dtype, copy=True)))))
-        left = set(params_of(optimizer)) if (optimizer := self._optimizer()) is not None else ()
-        recorder.shards = {param: _Shard(its) for param, (_, its) in present.items() if param in left}
+        own = set(params_of(optimizer)) if (optimizer := self._optimizer()) is not None else ()
+        recorder.shards = {param: _Shard(its) for param, (_, its) in present.items() if param in own}
         recorder.handed_out = forgotten
         return taken
 
@@ -297,7 +297,7 @@ class WeightDeltas:
                 f"weight_deltas: the optimizer has {listed(unknown)}, which its model did not have when weight_deltas "
                 "was called. Call weight_deltas(optimizer) again, and send all weights once."
             )
-        params += [one for one in self._recorder.shards if one not in set(params)]  # they have left it since a step
+        params = [*dict.fromkeys([*params, *self._recorder.shards])]  # some may have left it since a step
         engine.wait_updated()
         wait_parameters_home(engine)
         ranges: defaultdict[Tensor, list[tuple[int, int]]] = defaultdict(list)

@@ -58,12 +58,6 @@ class OwnCounters(StateStore):
     def __init__(self, states: StateStore, shards: Mapping[Tensor, StateShard]) -> None:
         super().__init__(defaultdict(dict))  # the copies
         self.states, self._shards = states, shards
-        self._seen: dict[Tensor, tuple[list[object], list[object]]] = {}  # the user's counters when they were copied
-
-    def are_written(self) -> bool:
-        """Return whether the user has changed counters since they were copied."""
-        now = {param: counters_of(self.states.get(param), self._shards[param].homes) for param in self._seen}
-        return any(now[param][1] != seen for param, (_, seen) in self._seen.items())
 
     def get(self, param: Tensor) -> UserState:
         if param not in self._states:
@@ -80,7 +74,6 @@ class OwnCounters(StateStore):
             if param in self._states or not (state := self.states.get(param)):
                 continue
             self._states[param], homes = (own := dict(state)), self._shards[param].homes
-            self._seen[param] = counters_of(state, homes)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value is not homes.get(name):
                     own[name] = torch.empty_like(value)

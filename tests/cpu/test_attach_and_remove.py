@@ -1,4 +1,4 @@
-"""What users add and change by hand. To attach and to remove at any time are axes and habits of ``conformance``."""
+"""Edit offloaded optimizers by hand. To attach and to remove at any time are axes and habits of ``conformance``."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

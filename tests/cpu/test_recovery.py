@@ -109,7 +109,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_a_recovery_has_what_the_last_commit_had(
     mesh: DeviceMesh, memory: Path, mode: str, steps: int, attached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a plain optimizer it takes no memory but the files, where a second process fits beside two sets of homes."""
+    """Take no memory but the files for a plain optimizer: a second process fits next to two sets of homes."""
     kept = committed(mesh, memory, steps, **MODES[mode])
     taken, clear = [0], arena._clear
 

@@ -276,7 +276,7 @@ def test_parameters_that_come_later(mesh: DeviceMesh) -> None:
 
 @EVERY_POLICY
 def test_parameters_that_leave(mesh: DeviceMesh, fields: dict[str, Any]) -> None:
-    """What was changed before they did is handed out, once."""
+    """Hand out, once, what was changed before they left."""
     loop = Loop(mesh, slow, policy_of(fields), net=half).train(2)
     deltas, before = weight_deltas(loop.optimizer), bits_of(loop)
     loop.train(1, first=2)

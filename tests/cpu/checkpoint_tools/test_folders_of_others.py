@@ -90,7 +90,7 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {  # files, and what is said
     "one of them": (["step.pth"], ["is one file of torch.save", "checkpoint-tools convert {}/step.pth DST"]),
 }
 GIVEN = {"DeepSpeed, a step": "/70", "accelerate": "/checkpoint_5", "one of them": "/step.pth"}
-"""What is given of them, if not the folder."""
+"""Paths within the folder that are given in its place."""
 
 
 @pytest.mark.parametrize("case", FOLDERS)
