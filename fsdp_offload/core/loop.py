@@ -556,10 +556,8 @@ class Core:
         self.cache.moved.updates += 1
 
     def prefetch(self) -> None:
-        """Load the next items of each pool, nearest use first, until an item needed sooner would have to leave.
-
-        Also stop while many copies wait in the driver's queue: later points of the model load the rest.
-        """
+        """Load the next items of each pool, nearest use first, until an item needed sooner would have to leave."""
+        self.lanes.load.go_on()
         if self.away:
             return
         timeline, cycle, gathers, loads = self.timeline, self.timeline.cycle, 0, 0
@@ -574,7 +572,7 @@ class Core:
                 is_wanted = item.block is None and item.exists and item.pool not in full
                 if is_wanted and not (item.home.exposed_at is not None and self._may_be_written(item)):
                     loads += use.gathers
-                    if loads > LOADS_FOR_GATHERS or self.lanes.load.is_full:
+                    if loads > LOADS_FOR_GATHERS:
                         return
                     is_early = self._room.is_known and self._room.is_too_early(item.pool, at)
                     if is_early or not self.cache.fetch(item, must=False, distance=at - timeline.at):

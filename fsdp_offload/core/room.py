@@ -98,7 +98,9 @@ class _Iteration:
     end: EventMark | None = None
     waits: list["_Wait"] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
-    copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
+    copies: dict[str, tuple[int, Any, Any]] = field(
+        default_factory=dict
+    )  # bytes; marks, which have events: no lane is serial
     largest_bytes: dict[str, int] = field(default_factory=dict)  # by lane name, the largest copy
     moved_bytes: dict[str, int] = field(default_factory=dict)  # by lane name, the sum of all copies
 
@@ -134,7 +136,7 @@ class _Iteration:
             return None
         nbytes, begin, end = self.copies[lane]
         end.synchronize()
-        return float(nbytes / max(1e-6, end.elapsed_ms_since(begin)) / 1e6)
+        return float(nbytes / max(1e-6, end.resolved().elapsed_ms_since(begin.resolved())) / 1e6)
 
 
 class Stopwatch:

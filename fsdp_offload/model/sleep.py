@@ -105,7 +105,9 @@ class Parking:
                 self._free()
                 raise
         self._places, self._is_away = [], False
-        return lanes.load.mark()
+        mark = lanes.load.mark()
+        mark.resolved()  # no point of the model follows that would issue copies which were put off
+        return mark
 
     def wait(self, end: Mark) -> None:
         """Make the current stream wait for the copies of :meth:`load`."""

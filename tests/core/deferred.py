@@ -130,10 +130,8 @@ class DeferredLane:
         self.fails = False  # when it has issued what it is given to run next
         self._after: set[Action] = set()
 
-    @property
-    def is_full(self) -> bool:
-        """At some points, for loads that are not needed yet."""
-        return self.world.random.random() < 0.2
+    def go_on(self) -> None:
+        """Nothing is put off: all that is issued runs later."""
 
     def wait(self, *marks: Mark | None) -> None:
         for mark in [None if one is None else one.resolved() for one in marks]:

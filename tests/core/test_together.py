@@ -12,11 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_model, reload_model, remove_offload
-from fsdp_offload.device.lanes import Lane
 from fsdp_offload.engine.engine import engine_of
-from tests.core.test_interrupts import values
 from tests.overlapping import Loop, adamw, linear_blocks, pair, same
-from tests.parity import SMALL, Zoo, attach, host_copy, same_value
+from tests.parity import SMALL, Zoo, attach, host_copy
 
 OVERLAPS = ["step", "forward", "iteration"]
 
@@ -198,14 +196,3 @@ def test_threads_with_optimizers_of_their_own() -> None:
     for number, both in enumerate(pairs):
         train(number, both[0], lambda: None)
         assert same(*both)
-
-
-def test_a_full_queue_gets_copies_for_updates_and_none_ahead(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = OffloadPolicy(overlap="iteration", bucket_bytes=8192, device_bytes=12 * 8192)
-    plain, ahead = (Loop(mesh, adamw, one).train(6) for one in (None, policy))
-    monkeypatch.setattr(Lane, "is_full", True)
-    late = Loop(mesh, adamw, policy).train(6)
-    free, full = ({*engine_of(loop.optimizer).core.cache.held} for loop in (ahead, late))
-    assert not all(item.stays for item in free)
-    assert all(item.stays for item in full)
-    assert all(same_value(values(plain), values(loop)) for loop in (ahead, late))

@@ -1,12 +1,15 @@
 """Parameters that the host updates: whoever writes them in between, whatever they look like."""
 
 import ctypes
+import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from fsdp_offload.device.driver import CopyCalls
-from fsdp_offload.device.lanes import QUEUED_PIECES, EventMark, Lane, Mark, TurnsLane, pieces_of
+from fsdp_offload.device.lanes import EventMark, Lane, Mark, TurnsLane, pieces_of
 from tests.conformance.axes import Case
 from tests.conformance.oracle import Loop, compare
 from tests.conformance.programs import HABITS
@@ -99,8 +102,9 @@ class Turns(TurnsLane):
 
     def __init__(self, turn_bytes: int, calls: CopyCalls | None) -> None:
         self._in_use = threading.RLock()
-        self._piece_bytes = self._new_bytes = 0
-        self._running: list[tuple[Mark, int]] = []
+        self._piece_bytes, self._new_pieces, self._most_pieces = 0, 0.0, math.inf
+        self._running: list[tuple[Mark, float]] = []
+        self._later: deque[Callable[[], object]] = deque()
         self._turn_bytes = turn_bytes
         self._calls, self._stream, self._handles = calls, None, {None: None}  # type: ignore[dict-item]
         self.turns: list[int] = []
@@ -152,26 +156,61 @@ def test_copies_take_turns_in_pieces(by: str, monkeypatch: pytest.MonkeyPatch) -
     assert pieces_of([], 4096) == []
 
 
-def test_a_lane_is_full_while_many_copies_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_into_the_queue_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host would wait for the driver's queue, and compute for the host."""
 
     class Point(Mark):
-        passed = False
+        passed = passes = False  # passes: right behind the next question
 
         def is_passed(self) -> bool:
-            return self.passed
+            before, self.passed = self.passed, self.passed or self.passes
+            return before
 
-    monkeypatch.setattr(Lane, "mark", lambda lane, *, timed=False: Point())
-    lane, (target, source), marks = Turns(8, Calls()), torch.zeros(2, 8, dtype=torch.uint8), []
-    for _ in range(QUEUED_PIECES):
-        assert not lane.is_full
-        lane.copy([(target, source)])
+    points: list[Point] = []
+
+    def mark(lane: Lane, *, timed: bool = False) -> Point:
+        points.append(Point())
+        return points[-1]
+
+    waited: list[str] = []
+    monkeypatch.setattr(Lane, "mark", mark)
+    monkeypatch.setattr(Lane, "wait", lambda lane, *marks: waited.extend(map(str, marks)))
+    calls, source, marks = Calls(), torch.ones(8, dtype=torch.uint8), []
+    lane, targets = Turns(8, calls), torch.zeros(12, 8, dtype=torch.uint8)
+    lane._most_pieces = 5
+
+    def load(number: int) -> None:
+        lane.wait(str(number))  # type: ignore[arg-type]
+        lane.copy([(targets[number], source)])
         marks.append(lane.mark())
-    assert lane.is_full
-    for mark in marks[:3]:
-        mark.passed = True
-    assert not lane.is_full
-    assert len(lane._running) == QUEUED_PIECES - 3, "no mark is held that has been passed"
+
+    def issued() -> int:
+        assert waited == [str(number) for number in range(len(waited))]
+        assert len(waited) - int(targets.sum()) // 8 in (0, 1), "no copy before its wait, nor behind the next one"
+        return int(targets.sum()) // 8
+
+    for number in range(8):
+        load(number)
+    assert issued() == 5
+    assert not marks[6].is_passed()
+    points[0].passed = points[1].passed = True
+    lane.go_on()
+    assert issued() == 7
+    load(8)
+    points[2].passes = True
+    load(9)
+    assert issued() == 7, "none overtakes those that were put off"
+    lane.go_on()
+    assert (issued(), len(lane._running)) == (8, 5), "no mark is held that has been passed"
+    assert marks[8].resolved() is points[8]
+    assert issued() == 9, "what is waited for comes at once, with all before it"
+    monkeypatch.setattr(calls, "copy", Mock(side_effect=[KeyboardInterrupt, None]))
+    with pytest.raises(KeyboardInterrupt):
+        marks[9].resolved()
+    monkeypatch.setattr(calls, "copy", partial(Calls.copy, calls))
+    assert issued() == 9
+    assert marks[9].resolved() is points[9]
+    assert issued() == 10
 
 
 class Noting(Lane):

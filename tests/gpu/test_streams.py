@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_offload.device.copy_queues import VARIABLE
+from fsdp_offload.device.lanes import device_link
 from tests.gpu.streams import SLEEP_CYCLES, Slow, Trained, make, policy_of, train
 
 POLICY = policy_of()
@@ -53,6 +54,15 @@ def test_two_optimizers_share_streams(slow: Slow) -> None:
     pairs = [make(POLICY), make(POLICY)]
     train(*pairs, steps=STEPS)
     assert all(map(same, pairs))
+
+
+@pytest.mark.parametrize("most_pieces", [0, 3])
+def test_loads_that_are_put_off(slow: Slow, most_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come when an update or a gather waits for them; with 0, none comes before."""
+    monkeypatch.setattr(device_link(torch.device("cuda", 0)).lanes(serial=False).load, "_most_pieces", most_pieces)
+    expected()
+    slow("L")
+    assert same(train(make(POLICY), steps=STEPS))
 
 
 def test_capture_is_refused() -> None:
