@@ -1,11 +1,12 @@
 """Chooses how many offloaded bytes may lie on the device, where the policy says ``"auto"``.
 
-It begins with blocks for items in transit, and ``extra`` grows when compute has stalled for items. A byte that stays
-saves a load and a store, so half of the bytes that the link moves during the stall are enough. It needs no model of the
-iteration, and measures training itself.
+It begins with blocks for items in transit. ``extra`` grows when compute has stalled for items: a byte that stays saves
+a load and a store, so half of the bytes that the link moves during the stall are enough. Then blocks leave again, while
+compute does not stall. It needs no model of the iteration, and measures training itself.
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,8 +25,11 @@ TOLERATED = 0.01
 UNSETTLED = 3
 """First iterations, which allocate, pin, create state and fill caches, so that their times say nothing."""
 
-CALM = 16
-"""Iterations without a stall after which one block less is tried."""
+CALM = 3
+"""Iterations without a stall after which fewer blocks are tried: half of those above the most that have stalled."""
+
+LONGER, LASTING = 1.5, 16
+"""After 16 iterations that take 1.5 times as long, blocks that were too few are tried again: more tokens hide more."""
 
 TWO_WAY_BYTES_PER_MS = 80e6
 """Rate of loads and stores together until both are measured; only how fast ``"auto"`` grows depends on it."""
@@ -98,9 +102,7 @@ class _Iteration:
     end: EventMark | None = None
     waits: list["_Wait"] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
-    copies: dict[str, tuple[int, Any, Any]] = field(
-        default_factory=dict
-    )  # bytes; marks, which have events: no lane is serial
+    copies: dict[str, tuple[int, Any, Any]] = field(default_factory=dict)  # EventMarks: no lane is serial here
     largest_bytes: dict[str, int] = field(default_factory=dict)  # by lane name, the largest copy
     moved_bytes: dict[str, int] = field(default_factory=dict)  # by lane name, the sum of all copies
 
@@ -136,7 +138,7 @@ class _Iteration:
             return None
         nbytes, begin, end = self.copies[lane]
         end.synchronize()
-        return float(nbytes / max(1e-6, end.resolved().elapsed_ms_since(begin.resolved())) / 1e6)
+        return float(nbytes / max(1e-6, end.elapsed_ms_since(begin)) / 1e6)
 
 
 class Stopwatch:
@@ -240,7 +242,9 @@ class Room:
         self.extra = 0
         self.sentence = ""
         self._floor = 0  # with fewer extra blocks, compute has stalled before
-        self._calm = 0
+        self._enough = most  # with these, compute has not
+        self._calm = deque[float](maxlen=LASTING)  # ms of iterations since the last stall or change
+        self._calm_ms = math.inf  # the shortest since the last stall
         self._iterations = 0
         self._rest = 0  # readings still to skip, taken with the previous number of blocks
         self._late_ms = 0.0  # ``late_ms`` of the last reading
@@ -289,14 +293,24 @@ class Room:
             self.rate = 1e6 * (reading.load_gb_per_s + reading.store_gb_per_s)
         tolerated_ms = TOLERATED * reading.iteration_ms
         if late_ms > tolerated_ms:
-            self._floor, self._calm = max(self._floor, self.extra + 1), 0
+            self._floor, self._calm_ms = max(self._floor, self.extra + 1), math.inf
+            self._calm.clear()
+            if self._enough <= self.extra:
+                self._enough = self.most  # it was for iterations with more tokens
             wanted = -(-int(late_ms * self.rate / 2) // self.block_bytes)
             # Take at most half of the free bytes: the next reading says whether more is needed.
-            self.extra = min(self.most, self.extra + min(max(1, wanted), max(0, free_bytes()) // 2 // self.block_bytes))
+            wanted = min(max(1, wanted), max(0, free_bytes()) // 2 // self.block_bytes)
+            self.extra = min(self._enough, self.extra + wanted)
         elif reading.late_ms <= tolerated_ms:
-            self._calm += 1
-            if self._calm >= CALM and self.extra > self._floor:
-                self.extra, self._calm = self.extra - 1, 0
+            self._calm.append(reading.iteration_ms)
+            if len(self._calm) == LASTING and min(self._calm) > LONGER * self._calm_ms:
+                self._floor, self._calm_ms = 0, min(self._calm)
+            self._calm_ms = min(self._calm_ms, *self._calm)
+            # Not to the last block: each try that stalls costs some iterations. Not if ``step()`` would take longer.
+            is_calm = len(self._calm) >= CALM and reading.in_step_ms <= tolerated_ms
+            if is_calm and self.extra > self._floor + self.most // 32:
+                self._enough, self.extra = self.extra, (self.extra + self._floor) // 2
+                self._calm.clear()
         if free_bytes() < 0:
             self.extra = max(0, self.extra - 1)
         host_ms = min(reading.host_ms, reading.iteration_ms - reading.stalled_ms)
@@ -305,4 +319,5 @@ class Room:
         self.sentence = f"{waited}, with {self.extra} blocks above the minimum"
         if self.extra != before:
             self._rest = 3  # iterations that have begun already had the previous number of blocks
+            self._late_ms = 0.0  # and the first one behind them finds blocks that nothing is bound to
         return self.extra - before

@@ -108,9 +108,9 @@ class EventMark(Mark):
     def is_passed(self) -> bool:
         return bool(self.event.query())
 
-    def elapsed_ms_since(self, earlier: "EventMark") -> float:
+    def elapsed_ms_since(self, earlier: "EventMark | _LaterMark") -> float:
         """Return the milliseconds on the device since ``earlier``; both must have been passed, with timing."""
-        return earlier.event.elapsed_time(self.event)
+        return earlier.resolved().event.elapsed_time(self.event)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -363,6 +363,9 @@ class _LaterMark(Mark):
 
     def is_passed(self) -> bool:
         return self.made is not None and self.made.is_passed()
+
+    def elapsed_ms_since(self, earlier: "EventMark | _LaterMark") -> float:
+        return self.resolved().elapsed_ms_since(earlier)
 
 
 class SerialLane(Lane):

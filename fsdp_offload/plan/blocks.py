@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from ..core.buckets import Bucket, bucketing, choose_kept, pools_for, share_out
 from ..core.items import Item, Pool
 from ..core.packing import Packed, ShardSpec, plan_buckets
-from ..core.room import TOLERATED, Reading, Room
+from ..core.room import Reading, Room
 from ..device.arena import aligned
 from ..policy import OffloadPolicy
 from .memory import Sizes
 
-MOST_READINGS = 100  # after which "auto" takes no more, even if compute still waits
+MOST_READINGS = 100  # after which "auto" has settled
 
 
 class Blocks:
@@ -85,12 +85,10 @@ class Blocks:
         )
 
     def learn(self, read: Callable[[], Reading], free_bytes: Callable[[], int]) -> None:
-        """Add blocks while compute waits, as training does; ``free_bytes``: what the device has left at the peak."""
+        """Find a number of blocks as training does; ``free_bytes``: what the device has left at the peak."""
         room, reading = Room.for_pools(self.pools, [*self._state, *self._weights]), read()
         for _ in range(MOST_READINGS if self.learns else 0):
-            if room is None or reading.late_ms <= TOLERATED * reading.iteration_ms:
-                return
-            if room.end(reading, steady=True, free_bytes=free_bytes):
+            if room is not None and room.end(reading, steady=True, free_bytes=free_bytes):
                 for pool, count in zip(self.pools, room.counts(self.pools), strict=True):
                     pool.count = count
                 self._choose_kept()
