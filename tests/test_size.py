@@ -25,7 +25,7 @@ LIMITS = {
     "fsdp_offload": 20_160,  # planned 12,000; 1,985 mend the silent, 1,060 the front, 1,610 are listeners, 60 lazy
     "fsdp_offload/api": 1_830,  # 97 are add_masters; 70 document errors; 50 refuse what was ignored; 7 price a GB
     "fsdp_offload/checkpoint": 2_470,  # 170 are plain optimizers, Megatron-FSDP v2; 100 compare ranks; 120 wrong uses
-    "fsdp_offload/core": 2_325,  # 80 are threads, holders; 120 join updates, time the host; 335 room by position, 15 shrink
+    "fsdp_offload/core": 2_325,  # 80 are threads, holders; 120 join updates, time the host; 335 room; 15 shrink
     "fsdp_offload/engine": 3_390,  # 65 are shared state, counters, what failures leave; 190 threads; 80 die; 25 heard
     "fsdp_offload/device": 1_120,  # 140 copies by the driver's calls, implied waits; 80 files; 95 queues; 40 threads
     "fsdp_offload/integrations": 545,  # 75 name remedies; 35 clip in the place of Lightning
