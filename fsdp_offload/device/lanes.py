@@ -13,7 +13,6 @@ The serial lanes run the same actions one by one on the current stream and wait 
 import bisect
 import functools
 import itertools
-import math
 import threading
 import weakref
 from collections import deque
@@ -215,28 +214,14 @@ class TurnsLane(Lane):
 
     Measured on an H200: 16 MiB pieces cost no bandwidth, and a small copy waits 0.2 ms between them, rather than for
     the last one. It would wait for the last one if the pieces had one stream, or if a third stream gated them.
-
-    With ``most_pieces``, the lane puts off what does not fit into the driver's queue: waits, copies and marks, in
-    order. A mark that is waited for is issued with all before it, if need be into a full queue.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        turn_bytes: int,
-        *,
-        name: str,
-        calls: CopyCalls | None = None,
-        most_pieces: float = math.inf,
-    ) -> None:
+    def __init__(self, device: torch.device, turn_bytes: int, *, name: str, calls: CopyCalls | None = None) -> None:
         """Change streams after at most ``turn_bytes``. ``calls``: the driver's, for flat copies; ``None``: by torch."""
         super().__init__(device, torch.Stream(device), name=name, lasts=True)
-        self._turn_bytes, self._calls, self._most_pieces = turn_bytes, calls, most_pieces
+        self._turn_bytes, self._calls = turn_bytes, calls
         self._next, self._done = torch.Stream(device), torch.Event(device)
         self._piece_bytes = 0  # copied since the last turn
-        self._new_pieces = 0.0  # issued since the last mark
-        self._running = list[tuple[Mark, float]]()  # marks that may not have been passed, and the pieces before each
-        self._later = deque[Callable[[], object]]()  # what was put off
         if calls is not None:
             assert self._stream is not None
             self._handles: dict[torch.Stream | None, Any] = {
@@ -244,77 +229,24 @@ class TurnsLane(Lane):
             }
             self._event = calls.event()
 
-    def wait(self, *marks: Mark | None) -> None:
-        with self._in_use:
-            if self._later:
-                self._later.append(functools.partial(super().wait, *marks))
-                return
-        super().wait(*marks)
-
     def copy(self, copies: Sequence[Copy], *, alone: bool = False) -> None:
-        """Issue copies in pieces, or put them off; a turn has as many pieces as fit."""
-        with self._in_use:
-            self.go_on()
-            if self._later or self._is_full():
-                self._later.append(functools.partial(self._copy, copies, alone=alone))
-            else:
-                self._copy(copies, alone=alone)
-
-    def mark(self, *, timed: bool = False) -> Mark:
-        with self._in_use:
-            if not self._later:
-                return self._mark(timed=timed)
-            mark = _LaterMark(self)
-            self._later.append(functools.partial(mark.make, timed=timed))
-            return mark
-
-    def go_on(self, until: "_LaterMark | None" = None) -> None:
-        """Issue what was put off, as far as the driver's queue has room for it; what is before ``until``, in any case.
-
-        If it is interrupted, it will issue the same thing again, which changes nothing.
-        """
-        with self._in_use:
-            while self._later and (not self._is_full() if until is None else until.made is None):
-                self._later[0]()
-                self._later.popleft()
-
-    def _is_full(self) -> bool:
-        def is_full() -> bool:
-            return sum([pieces for _, pieces in self._running]) >= self._most_pieces
-
-        if is_full():
-            self._forget_passed()
-        return is_full()
-
-    def _forget_passed(self) -> None:
-        passed = bisect.bisect(self._running, 0, key=lambda one: not one[0].is_passed())  # in the order of the lane
-        del self._running[:passed]
-
-    def _mark(self, *, timed: bool = False) -> EventMark:
-        mark = cast(EventMark, super().mark(timed=timed))
-        self._running.append((mark, self._new_pieces))
-        self._new_pieces = 0.0
-        if len(self._running) > 64:  # not each time: each question to the driver takes 5 us
-            self._forget_passed()
-        return mark
-
-    def _copy(self, copies: Sequence[Copy], *, alone: bool) -> None:
+        """Issue copies in pieces; a turn has as many of them as fit."""
         piece_bytes = STORED_PIECE_BYTES if alone else self._turn_bytes
-        self._new_pieces += sum([target.nbytes for target, _ in copies]) / piece_bytes
-        # A profiler labels copies by torch, but not copies by the driver's calls.
-        traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-        flat = not traced and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
-        if self._calls is not None and flat:
-            self._copy_by_calls(self._calls, copies, piece_bytes)
-            return
-        pieces, begin = pieces_of(copies, piece_bytes), 0
-        for end, (target, _) in enumerate(pieces):
-            if self._piece_bytes and self._piece_bytes + target.nbytes > self._turn_bytes:
-                super().copy(pieces[begin:end])
-                self._take_turns()
-                begin = end
-            self._piece_bytes += target.nbytes
-        super().copy(pieces[begin:])
+        with self._in_use:
+            # A profiler labels copies by torch, but not copies by the driver's calls.
+            traced = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+            flat = not traced and all(one.dim() == 1 and one.is_contiguous() for pair in copies for one in pair)
+            if self._calls is not None and flat:
+                self._copy_by_calls(self._calls, copies, piece_bytes)
+                return
+            pieces, begin = pieces_of(copies, piece_bytes), 0
+            for end, (target, _) in enumerate(pieces):
+                if self._piece_bytes and self._piece_bytes + target.nbytes > self._turn_bytes:
+                    super().copy(pieces[begin:end])
+                    self._take_turns()
+                    begin = end
+                self._piece_bytes += target.nbytes
+            super().copy(pieces[begin:])
 
     def _copy_by_calls(self, calls: CopyCalls, copies: Sequence[Copy], piece_bytes: int) -> None:
         """Issue the pieces of :func:`pieces_of` for flat, contiguous copies, without a tensor for each piece."""
@@ -344,28 +276,106 @@ class TurnsLane(Lane):
         self._piece_bytes = 0
 
 
+class PutsOff(Lane):
+    """A lane that puts off what does not fit into the driver's queue: waits, copies and marks, in order.
+
+    A mark that is waited for is made with all before it, if need be into a full queue.
+    """
+
+    def __init__(self, *args: Any, most_pieces: float = QUEUED_PIECES, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.most_pieces = most_pieces
+        self._later = deque[Callable[[], object]]()  # what was put off
+        self._new_pieces = 0.0  # issued since the last mark
+        self._running = list[tuple[Mark, float]]()  # marks that may not have been passed, and the pieces before each
+        self._in_order = threading.RLock()  # threads share the lanes of a device
+
+    def wait(self, *marks: Mark | None) -> None:
+        with self._in_order:
+            if self._later:
+                self._later.append(functools.partial(super().wait, *marks))
+                return
+        super().wait(*marks)
+
+    def copy(self, copies: Sequence[Copy], *, alone: bool = False) -> None:
+        """Issue copies, or put them off."""
+        with self._in_order:
+            self.go_on()
+            if self._later or self._is_full():
+                self._later.append(functools.partial(self._copy, copies, alone=alone))
+            else:
+                self._copy(copies, alone=alone)
+
+    def mark(self, *, timed: bool = False) -> Mark:
+        with self._in_order:
+            if not self._later:
+                return self._mark(timed=timed)
+            mark = _LaterMark(self)
+            self._later.append(functools.partial(mark.make, timed=timed))
+            return mark
+
+    def go_on(self, until: "_LaterMark | None" = None) -> None:
+        """Issue what was put off, as far as the driver's queue has room for it; what is before ``until``, in any case.
+
+        If it is interrupted, it will issue the same thing again, which changes nothing.
+        """
+        with self._in_order:
+            while self._later and (not self._is_full() if until is None else until.made is None):
+                self._later[0]()
+                self._later.popleft()
+
+    def _copy(self, copies: Sequence[Copy], *, alone: bool) -> None:
+        nbytes = sum([target.nbytes for target, _ in copies])
+        self._new_pieces += nbytes / (STORED_PIECE_BYTES if alone else PIECE_BYTES)
+        super().copy(copies, alone=alone)
+
+    def _mark(self, *, timed: bool) -> Mark:
+        mark = super().mark(timed=timed)
+        self._running.append((mark, self._new_pieces))
+        self._new_pieces = 0.0
+        if len(self._running) > 64:  # not each time: each question to the driver takes 5 us
+            self._forget_passed()
+        return mark
+
+    def _is_full(self) -> bool:
+        pieces = [each for _, each in self._running]
+        if sum(pieces) >= self.most_pieces:
+            del pieces[: self._forget_passed()]
+        return sum(pieces) >= self.most_pieces
+
+    def _forget_passed(self) -> int:
+        passed = bisect.bisect(self._running, 0, key=lambda one: not one[0].is_passed())  # in the order of the lane
+        del self._running[:passed]
+        return passed
+
+
 class _LaterMark(Mark):
     """A mark that its lane has put off. It is ``made`` at the latest when something waits for it."""
 
-    def __init__(self, lane: TurnsLane) -> None:
-        self.lane, self.made = lane, cast(EventMark | None, None)
+    def __init__(self, lane: PutsOff) -> None:
+        self.lane, self.made = lane, cast(Any, None)
 
     def make(self, *, timed: bool) -> None:
-        self.made = self.made or self.lane._mark(timed=timed)
+        if self.made is None:
+            self.made = self.lane._mark(timed=timed)
 
     def resolved(self) -> EventMark:
         self.lane.go_on(until=self)
-        assert self.made is not None
-        return self.made
+        return cast(EventMark, self.made.resolved())
 
     def synchronize(self) -> None:
-        self.resolved().synchronize()
+        self.lane.go_on(until=self)
+        self.made.synchronize()
 
     def is_passed(self) -> bool:
         return self.made is not None and self.made.is_passed()
 
     def elapsed_ms_since(self, earlier: "EventMark | _LaterMark") -> float:
         return self.resolved().elapsed_ms_since(earlier)
+
+
+class LoadLane(PutsOff, TurnsLane):
+    """Loads from homes to places."""
 
 
 class SerialLane(Lane):
@@ -425,8 +435,7 @@ class Lanes:
             self.load, self.store, self.update, self.update_kept, self.down, self.up, self.compute = lanes
             return
         calls = copy_calls(device)
-        # From homes to places.
-        self.load = TurnsLane(device, PIECE_BYTES, name="load", calls=calls, most_pieces=QUEUED_PIECES)
+        self.load = LoadLane(device, PIECE_BYTES, name="load", calls=calls)
         self.store = TurnsLane(device, STORED_PIECE_BYTES, name="store", calls=calls)
         # No streams of high priority: kernels of the model, cut short by updates, cost 1 % of an iteration (H200).
         self.update = Lane(device, torch.Stream(device), name="update", lasts=True)

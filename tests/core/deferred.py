@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fsdp_offload.device.lanes import Lanes, Mark
+from fsdp_offload.device.lanes import PIECE_BYTES, Lane, Lanes, Mark, PutsOff
 
 Clock = dict[str, int]
 
@@ -39,6 +39,9 @@ class Action(Mark):
     def synchronize(self) -> None:
         self.world.finish(self)
         merge(self.world.host, self.clock)
+
+    def is_passed(self) -> bool:
+        return self.done
 
 
 class World:
@@ -119,7 +122,7 @@ class World:
         self.accesses = {at: one for at, one in self.accesses.items() if at[1] <= begin or end <= at[0]}
 
 
-class DeferredLane:
+class DeferredLane(Lane):
     """Runs its actions in order, some time later; with ``at_once`` it is the host itself."""
 
     looks_for_races = True
@@ -129,9 +132,6 @@ class DeferredLane:
         self.clock: Clock = {name: 0}
         self.fails = False  # when it has issued what it is given to run next
         self._after: set[Action] = set()
-
-    def go_on(self) -> None:
-        """Nothing is put off: all that is issued runs later."""
 
     def wait(self, *marks: Mark | None) -> None:
         for mark in [None if one is None else one.resolved() for one in marks]:
@@ -162,7 +162,7 @@ class DeferredLane:
     def touch(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
         self._add(None, reads, writes)
 
-    def mark(self) -> Action:
+    def mark(self, *, timed: bool = False) -> Action:
         return self._add(None, (), ())
 
     def _add(self, function: Callable[[], object] | None, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Action:
@@ -180,15 +180,21 @@ class DeferredLane:
         return action
 
 
+class DeferredLoads(PutsOff, DeferredLane):
+    """Issues some of them only when something waits for them."""
+
+
 class DeferredLanes(Lanes):
     """All of them, in a world of their own."""
 
     def __init__(self, seed: int, world: World | None = None) -> None:
         self.world = world or World(seed)
-        names = ("load", "store", "update", "update_kept", "reduce", "copy in", "reader", "down", "up")
+        names = ("store", "update", "update_kept", "reduce", "copy in", "reader", "down", "up")
         lanes = [DeferredLane(self.world, name) for name in names]
-        self.load, self.store, self.update, self.update_kept, *others = lanes
+        self.store, self.update, self.update_kept, *others = lanes
         self.reduce, self.copy_in, self.reader, self.down, self.up = others
+        most_bytes = self.world.random.choice([0, 4096, 32768, 1 << 40])
+        self.load = DeferredLoads(self.world, "load", most_pieces=most_bytes / PIECE_BYTES)
         self.compute = self.current = DeferredLane(self.world, "compute", at_once=True)
         self.aside = DeferredLane(self.world, "aside", at_once=True)  # another stream of the user's
 

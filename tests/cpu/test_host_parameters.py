@@ -1,9 +1,7 @@
 """Parameters that the host updates: whoever writes them in between, whatever they look like."""
 
 import ctypes
-import math
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -17,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from fsdp_offload.device.driver import CopyCalls
-from fsdp_offload.device.lanes import EventMark, Lane, Mark, TurnsLane, pieces_of
+from fsdp_offload.device.lanes import PIECE_BYTES, EventMark, Lane, Mark, PutsOff, TurnsLane, pieces_of
 from tests.conformance.axes import Case
 from tests.conformance.oracle import Loop, compare
 from tests.conformance.programs import HABITS
@@ -102,9 +100,7 @@ class Turns(TurnsLane):
 
     def __init__(self, turn_bytes: int, calls: CopyCalls | None) -> None:
         self._in_use = threading.RLock()
-        self._piece_bytes, self._new_pieces, self._most_pieces = 0, 0.0, math.inf
-        self._running: list[tuple[Mark, float]] = []
-        self._later: deque[Callable[[], object]] = deque()
+        self._piece_bytes = 0
         self._turn_bytes = turn_bytes
         self._calls, self._stream, self._handles = calls, None, {None: None}  # type: ignore[dict-item]
         self.turns: list[int] = []
@@ -115,6 +111,10 @@ class Turns(TurnsLane):
     def _take_turns(self) -> Any:
         self.turns.append(self._piece_bytes)
         self._piece_bytes = 0
+
+
+class Loads(PutsOff, Turns):
+    """Puts off what does not fit into a queue."""
 
 
 @pytest.mark.parametrize("by", ["torch", "driver"])
@@ -182,8 +182,7 @@ def test_what_does_not_fit_into_the_queue_is_put_off(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Lane, "mark", mark)
     monkeypatch.setattr(Lane, "wait", lambda lane, *marks: waited.extend(map(str, marks)))
     calls, source, marks = Calls(), torch.ones(8, dtype=torch.uint8), []
-    lane, targets = Turns(8, calls), torch.zeros(12, 8, dtype=torch.uint8)
-    lane._most_pieces = 5
+    lane, targets = Loads(8, calls, most_pieces=5 * 8 / PIECE_BYTES), torch.zeros(12, 8, dtype=torch.uint8)
 
     def load(number: int) -> None:
         lane.wait(str(number))  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def test_two_optimizers_share_streams(slow: Slow) -> None:
 @pytest.mark.parametrize("most_pieces", [0, 3])
 def test_loads_that_are_put_off(slow: Slow, most_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come when an update or a gather waits for them; with 0, none comes before."""
-    monkeypatch.setattr(device_link(torch.device("cuda", 0)).lanes(serial=False).load, "_most_pieces", most_pieces)
+    monkeypatch.setattr(device_link(torch.device("cuda", 0)).lanes(serial=False).load, "most_pieces", most_pieces)
     expected()
     slow("L")
     assert same(train(make(POLICY), steps=STEPS))
