@@ -297,9 +297,9 @@ class Engine:
 
     def _leave_room(self, creating: Iterable[Bucket]) -> None:
         """Allow one block less while updates of ``creating`` create state, which takes as much memory."""
-        for pool in (one.state.pool for one in creating):
-            if pool is not None:
-                self.core.cache.leave_room(pool)
+        for bucket in creating:
+            if bucket.state.pool is not None:
+                self.core.cache.leave_room(bucket.state.pool)
                 return
 
     def _note_failure(self, error: BaseException, wanted: list[Bucket]) -> None:

@@ -121,8 +121,8 @@ class Step(Turning):
     def are_counters_written(self) -> bool:
         """Return whether the user has changed counters that updates in the backward have used."""
         theirs = self.states if self.own is None else self.own.states
-        now = {shard: counters_of(theirs.get(shard.param), shard.homes) for shard in self.counted}
-        return any(now[shard][1] != seen for shard, (_, seen) in self.counted.items())
+        now = [counters_of(theirs.get(shard.param), shard.homes) for shard in self.counted]
+        return [seen for _, seen in now] != [seen for _, seen in self.counted.values()]
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Skip the gradients of ``params``: a step that a load has discarded used them."""
