@@ -40,7 +40,7 @@ from .optimizers.masters import in_memory_order
 from .policy import OffloadPolicy, listed
 from .state.layout import dense_stride
 from .state.shard import StateShard
-from .state.store import StateStore
+from .state.store import Counted, StateStore, counters_of
 
 _TIMES = ("host_updated_bytes", "host_update_ms", "host_waited_ms")
 _BUFFERS = 2  # one for the update, one for the copies down, which take a fraction of the update's time
@@ -73,6 +73,7 @@ class HostJob:
     grads: list[Tensor] = field(default_factory=list)  # likewise, kept until they have been copied
     moves: list[Copy] = field(default_factory=list)  # state to copy first, because a save still reads its old home
     states: StateStore = field(init=False)  # the user's entries
+    counted: Counted | None = None  # gets their counters after the update, unless ``step()`` has begun it
     arrived: Mark | None = None  # recorded after the copies down
 
 
@@ -194,6 +195,9 @@ class HostUpdates:
             parts[any(value is not None for value in job.states.get(bound.shard.param).values())].append(bound)
         for part in filter(None, parts):
             update_bucket(divided, part, job.states)
+        if job.counted is not None:  # the last range of a parameter has written them
+            shards = [bound.shard for bound in job.ranges if bound.last]
+            job.counted |= {one: counters_of(job.states.get(one.param), one.homes) for one in shards}
         self.times["host_update_ms"] += (time.perf_counter() - begin) * 1e3
         self.times["host_updated_bytes"] += sum(value.nbytes for bound in job.ranges for value in bound.values.values())
 
@@ -235,15 +239,17 @@ class HostUpdates:
         states: StateStore,
         moving: Sequence[StateShard],
         after: Sequence[Mark],
+        counted: Counted | None = None,
     ) -> Mark:
         """Submit the update of all ``ranges`` of a bucket and return; gradients are kept until they have been read.
 
-        The update writes counters of ``states``, and the other home of ``moving`` shards. Gradients may be read
-        ``after`` these marks. The stream of the copies waits for the marks when a thread issues the copies: if it
-        waited now, copies of earlier jobs that are not issued yet would wait for the whole backward.
+        The update writes counters of ``states``, and the other home of ``moving`` shards, and notes the counters in
+        ``counted``. Gradients may be read ``after`` these marks. The stream of the copies waits for the marks when a
+        thread issues the copies: if it waited now, copies of earlier jobs that are not issued yet would wait for the
+        whole backward.
         """
         gradient = self._capabilities.conventions.gradient
-        job = HostJob(number)
+        job = HostJob(number, counted=counted)
         for bound in ranges:
             shard, state = bound.shard, states.get(bound.shard.param)
             values = now = shard.values_at(shard.which, bound.start, bound.stop)

@@ -22,7 +22,7 @@ from ..optimizers.divided_step import DividedStep
 from ..optimizers.kept_state import Layouts
 from ..state.layout import params_of
 from ..state.shard import StateShard
-from ..state.store import OwnCounters, StateStore, counters_of
+from ..state.store import Counted, OwnCounters, StateStore, counters_of
 from .groups import ParamGroups
 from .homes import Lending, Plan, Turning, home_of
 from .weights import Weights
@@ -111,7 +111,7 @@ class Step(Turning):
             contents.host.begin(optimizer, plan.host_shards())
         self.without_state = [param for param in plan.shards if not states.get(param)]
         self.used: dict[int, set[StateShard]] = {}
-        self.counted: dict[StateShard, tuple[list[object], list[object]]] = {}
+        self.counted: Counted = {}
         self.stores_kept = any(one.stores_kept for one in contents.listeners)
         self.heard = [heard for one in contents.listeners if (heard := one.begin()) is not None]
         if layouts.capabilities.joins:
@@ -120,9 +120,9 @@ class Step(Turning):
 
     def are_counters_written(self) -> bool:
         """Return whether the user has changed counters that updates in the backward have used."""
-        theirs = self.states if self.own is None else self.own.states
-        now = [counters_of(theirs.get(shard.param), shard.homes) for shard in self.counted]
-        return [seen for _, seen in now] != [seen for _, seen in self.counted.values()]
+        theirs, counted = self.states if self.own is None else self.own.states, self.counted.copy()
+        now = [counters_of(theirs.get(shard.param), shard.homes) for shard in counted]
+        return [seen for _, seen in now] != [seen for _, seen in counted.values()]
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Skip the gradients of ``params``: a step that a load has discarded used them."""
@@ -196,7 +196,10 @@ class Step(Turning):
         moving = self.turn(home_of(bucket).shards)
         bucket.state.home.wait_unread()  # R4: a save may still be reading a home that has no spare one
         ranges = [one for one, _ in self._to_update(bucket)]
-        return host.update(bucket.number, ranges, self.states, moving, after)
+        counted = None if self.stepping is not None or self.own is not None else self.counted
+        for one in ranges if counted is not None else ():
+            self.counted.pop(one.shard, None)  # until the CPU has written them
+        return host.update(bucket.number, ranges, self.states, moving, after, counted)
 
     def job(self, buckets: Sequence[Bucket]) -> tuple[list[Tensor], Callable[[], None]]:
         """Bind the tensors of an update now: the user may exchange them before it runs."""

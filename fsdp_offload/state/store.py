@@ -110,6 +110,10 @@ class OwnCounters(StateStore):
             torch._foreach_copy_(targets, sources)
 
 
+Counted = dict[StateShard, tuple[list[object], list[object]]]
+"""By shard, :func:`counters_of` an entry."""
+
+
 def counters_of(state: UserState, homes: Mapping[str, Tensor]) -> tuple[list[object], list[object]]:
     """Return the values of ``state`` without a home, and what changes with a write into one, or another in its place.
 

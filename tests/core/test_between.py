@@ -282,17 +282,19 @@ EDITS: dict[str, Callable[[Any, Tensor, list[Tensor]], object]] = {
 }
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(("clips", "host_fraction"), [(False, 0.0), (True, 0.0), (False, 1.0)])
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_state_edited_before_the_step(
-    mesh: DeviceMesh, edit: Callable[[Any, Tensor, list[Tensor]], object], clips: bool
+    mesh: DeviceMesh, edit: Callable[[Any, Tensor, list[Tensor]], object], clips: bool, host_fraction: float
 ) -> None:
     """The backward has used it: it is refused, or, in a loop that clips, taken back."""
-    plain, loop = pair(mesh, clipping(bucket_bytes=8192), net=small_net)
+    plain, loop = pair(mesh, clipping(bucket_bytes=8192, host_fraction=host_fraction), net=small_net)
     for one in (plain, loop):
         one.train_clipped([NEVER] * 5) if clips else one.train(5)
         counters = [entry["step"] for entry in one.optimizer.state.values()]
         one.backward(5)
+        if one is loop:
+            loop.optimizer.synchronize()  # the CPU may still be updating
         edit(one.optimizer, one.params[0], counters)
     if not clips:
         with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
