@@ -64,7 +64,11 @@ class BoundRange:
         if grad is None or not self.shard.on_locals:
             return grad
         local = local_shard(grad)
-        return local if self.start == 0 and self.last else local.reshape(-1)[self.start : self.stop]
+        if self.start == 0 and self.last:
+            return local
+        if local.is_contiguous():
+            return local.as_strided((self.stop - self.start,), (1,), local.storage_offset() + self.start)
+        return local.reshape(-1)[self.start : self.stop]
 
 
 def place_values(

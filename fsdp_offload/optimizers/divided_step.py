@@ -24,6 +24,7 @@ from .capabilities import Capabilities
 ENGINE_ATTRIBUTE = "_offload_engine"  # of an offloaded optimizer
 _OWN_ATTRIBUTES = frozenset({"param_groups", "state", "step", ENGINE_ATTRIBUTE})  # not copied to a shadow
 _SCHEDULED = frozenset({"lr", "betas"})  # entries that schedulers write, perhaps into tensors; torch only reads them
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _SCALERS = frozenset({"grad_scale", "found_inf"})  # a GradScaler sets them for one step, and writes them after it
 
 
@@ -192,7 +193,7 @@ def _own(value: Any) -> Any:
             return leaf if isinstance(leaf, nn.Parameter) else leaf.clone()
         return leaf.copy() if type(leaf) is set else leaf
 
-    return tree_map(own, value)
+    return value if type(value) in _PLAIN else tree_map(own, value)  # tree_map takes 4 us
 
 
 def _changed(start: object, given: object, end: object) -> bool:

@@ -119,16 +119,18 @@ def counters_of(state: UserState, homes: Mapping[str, Tensor]) -> tuple[list[obj
 
     That is a version, and on the CPU the number: versions miss some writes. Keep the values: their ids are in it.
     """
-    counters = {name: value for name, value in state.items() if name not in homes}
-    seen: list[object] = []
-    for name, value in counters.items():
+    counters, seen = list[object](), list[object]()
+    for name, value in state.items():
+        if name in homes:
+            continue
+        counters.append(value)
         if isinstance(value, Tensor):
             is_number = type(value) is Tensor and value.is_cpu and value.numel() == 1
             number = string_at(value.data_ptr(), value.nbytes) if is_number else None  # item() would be in traces
             seen.append((name, id(value), None if value.is_inference() else value._version, number))
         else:
             seen.append((name, value))
-    return [*counters.values()], seen
+    return counters, seen
 
 
 # What users see -------------------------------------------------------------------------------------------------------
