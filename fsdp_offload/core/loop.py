@@ -238,6 +238,7 @@ class Core:
 
     def come(self, name: object) -> None:
         """Handle a point of the model, on the compute stream, after which its memory grows or shrinks."""
+        self.lanes.load.go_on()  # also where no curve is known, and in a forward that gathers nothing from the host
         if self.curve.read is None:
             return
         self.curve.come(name, self.timeline.noted)

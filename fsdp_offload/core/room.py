@@ -25,7 +25,7 @@ TOLERATED = 0.01
 UNSETTLED = 3
 """First iterations, which allocate, pin, create state and fill caches, so that their times say nothing."""
 
-CALM = 3
+CALM = 6
 """Iterations without a stall after which fewer blocks are tried: half of those above the most that have stalled."""
 
 LONGER, LASTING = 1.5, 16
@@ -195,7 +195,9 @@ class Stopwatch:
             return
         begin = lane.mark(timed=True)
         yield
-        now.copies[name] = nbytes, begin, lane.mark(timed=True)
+        end = lane.mark(timed=True)
+        if type(begin) is type(end):  # else the copy was put off behind its begin: time the next one
+            now.copies[name] = nbytes, begin, end
 
     def end(self, *, reads: bool = True) -> Reading | None:
         """End an iteration; return the times of the one before, if known. The device has finished it, or will soon.
@@ -243,11 +245,13 @@ class Room:
         self.sentence = ""
         self._floor = 0  # with fewer extra blocks, compute has stalled before
         self._enough = most  # with these, compute has not
+        self._lasting = LASTING
         self._calm = deque[float](maxlen=LASTING)  # ms of iterations since the last stall or change
         self._calm_ms = math.inf  # the shortest since the last stall
         self._iterations = 0
         self._rest = 0  # readings still to skip, taken with the previous number of blocks
-        self._late_ms = 0.0  # ``late_ms`` of the last reading
+        self._late_ms = deque[float](maxlen=4)  # ``late_ms`` of the last readings with this number of blocks
+        self._proven: float = math.inf  # with these, compute has not stalled for ``LASTING`` iterations
 
     @classmethod
     def for_pools(cls, pools: Sequence[Pool], items: Iterable[Item]) -> "Room | None":
@@ -287,8 +291,12 @@ class Room:
         if reading is None or self._rest or self._iterations < UNSETTLED:
             return 0
         before = self.extra
-        # The better of two readings counts: a shared machine may halt once, which no block would have prevented.
-        late_ms, self._late_ms = min(self._late_ms, reading.late_ms), reading.late_ms
+        # The best of two readings counts: a shared machine may halt once, which no block would have prevented. The best
+        # of four, if these blocks have been enough for long: it may halt for longer.
+        believed = 4 if self.extra >= self._proven else 2
+        self._late_ms.append(reading.late_ms)
+        last = [*self._late_ms][-believed:]
+        late_ms = min(last) if len(last) == believed else 0.0
         if reading.load_gb_per_s is not None and reading.store_gb_per_s is not None:
             self.rate = 1e6 * (reading.load_gb_per_s + reading.store_gb_per_s)
         tolerated_ms = TOLERATED * reading.iteration_ms
@@ -297,19 +305,27 @@ class Room:
             self._calm.clear()
             if self._enough <= self.extra:
                 self._enough = self.most  # it was for iterations with more tokens
+            if self._proven <= self.extra:
+                self._proven = math.inf
             wanted = -(-int(late_ms * self.rate / 2) // self.block_bytes)
             # Take at most half of the free bytes: the next reading says whether more is needed.
             wanted = min(max(1, wanted), max(0, free_bytes()) // 2 // self.block_bytes)
             self.extra = min(self._enough, self.extra + wanted)
         elif reading.late_ms <= tolerated_ms:
             self._calm.append(reading.iteration_ms)
-            if len(self._calm) == LASTING and min(self._calm) > LONGER * self._calm_ms:
-                self._floor, self._calm_ms = 0, min(self._calm)
+            if len(self._calm) >= LASTING:
+                self._proven = min(self._proven, self.extra)
+            if len(self._calm) == self._lasting and min(self._calm) > LONGER * self._calm_ms:
+                self._floor, self._calm_ms, self._proven = 0, min(self._calm), math.inf
+                self._lasting *= 2  # the next time, only for longer phases: a host may be slow now and then
+                self._calm = deque(self._calm, maxlen=self._lasting)
             self._calm_ms = min(self._calm_ms, *self._calm)
             # Not to the last block: each try that stalls costs some iterations. Not if ``step()`` would take longer.
             is_calm = len(self._calm) >= CALM and reading.in_step_ms <= tolerated_ms
-            if is_calm and self.extra > self._floor + self.most // 32:
-                self._enough, self.extra = self.extra, (self.extra + self._floor) // 2
+            # Nor more than could be taken again: ``free_bytes``, which is of the peak, does not grow when blocks leave.
+            less = min((self.extra - self._floor + 1) // 2, max(0, free_bytes()) // 2 // self.block_bytes)
+            if is_calm and less and self.extra > self._floor + self.most // 32:
+                self._enough, self.extra = self.extra, self.extra - less
                 self._calm.clear()
         if free_bytes() < 0:
             self.extra = max(0, self.extra - 1)
@@ -319,5 +335,5 @@ class Room:
         self.sentence = f"{waited}, with {self.extra} blocks above the minimum"
         if self.extra != before:
             self._rest = 3  # iterations that have begun already had the previous number of blocks
-            self._late_ms = 0.0  # and the first one behind them finds blocks that nothing is bound to
+            self._late_ms.clear()  # and the first one behind them finds blocks that nothing is bound to
         return self.extra - before

@@ -321,8 +321,14 @@ class PutsOff(Lane):
         """
         with self._in_order:
             while self._later and (not self._is_full() if until is None else until.made is None):
-                self._later[0]()
-                self._later.popleft()
+                first = self._later[0]
+                first()
+                if self._later and self._later[0] is first:
+                    self._later.popleft()
+                elif self._device.type != "cpu":
+                    # Meanwhile, in this thread, the garbage collector has deleted an optimizer, whose finalizer has
+                    # issued all that was put off. What ``first`` has issued since lies behind its own mark.
+                    torch.accelerator.synchronize(self._device)
 
     def _copy(self, copies: Sequence[Copy], *, alone: bool) -> None:
         nbytes = sum([target.nbytes for target, _ in copies])

@@ -16,7 +16,7 @@ from ..device.arena import aligned
 from ..policy import OffloadPolicy
 from .memory import Sizes
 
-MOST_READINGS = 100  # after which "auto" has settled
+MOST_READINGS = 300  # after which "auto" has settled
 
 
 class Blocks:

@@ -418,6 +418,45 @@ def test_room_settles_with_few_more_blocks_than_it_needs(room: Room, needed: int
     assert max(settle(needed, 1000)) < max(2 * needed, 40)
 
 
+def test_room_gives_back_no_more_than_it_can_take_again(room: Room) -> None:
+    """The allocator's peak, below which the free bytes are counted, stays when blocks leave."""
+    highest, limit, slow = 0, 400, 0
+    for at in range(200):
+        highest = max(highest, room.extra)
+        free_bytes = 0 if at > 6 else (limit - highest) * 100
+        stalled_ms = max(0, 100 - room.extra) * 30
+        slow += at > 20 and stalled_ms > 0
+        end(room, stalled_ms, free_bytes=free_bytes)
+    assert (slow, room.extra >= 100) == (0, True)
+
+
+def test_room_that_was_enough_does_not_grow_from_a_few_slow_iterations(room: Room) -> None:
+    """A host that others use may halt for two or three iterations, again and again."""
+    for _ in range(60):
+        end(room, max(0, 30 - room.extra) * 30)
+    settled = room.extra
+    for _ in range(20):
+        for _ in range(3):
+            end(room, 300)
+        for _ in range(30):
+            end(room, 0)
+    assert room.extra == settled
+    for _ in range(30):
+        end(room, max(0, 60 - room.extra) * 30)
+    assert room.extra >= 60, "but it follows what lasts"
+
+
+def test_room_does_not_try_again_and_again(room: Room) -> None:
+    """A host that is slow for some of the time has iterations as long as those of more tokens."""
+    changes = 0
+    for at in range(4000):
+        is_slow = at % 100 >= 70
+        stalled_ms = max(0, (0 if is_slow else 60) - room.extra) * 30
+        reading = Reading(stalled_ms, (2000 if is_slow else 1000) + stalled_ms)
+        changes += room.end(reading, steady=True, free_bytes=lambda: 1 << 40) != 0
+    assert changes < 60
+
+
 class Event:
     """Of a stream that is none of ours: ``fully_shard`` reduces gradients there."""
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam, AdamW
 
 from fsdp_offload import OffloadedOptimizer, OffloadPolicy, is_offloaded, offload_model, reload_model, remove_offload
+from fsdp_offload.device.lanes import Lane
 from fsdp_offload.engine.engine import engine_of
 from tests.overlapping import Loop, adamw, linear_blocks, pair, same
 from tests.parity import SMALL, Zoo, attach, host_copy
@@ -196,3 +197,11 @@ def test_threads_with_optimizers_of_their_own() -> None:
     for number, both in enumerate(pairs):
         train(number, both[0], lambda: None)
         assert same(*both)
+
+
+def test_loads_that_were_put_off_go_on_in_a_forward(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing is known of the model's memory, as in the first iterations."""
+    loop, called = Loop(mesh, adamw, OffloadPolicy(overlap="iteration")).train(2), list[str]()
+    monkeypatch.setattr(Lane, "go_on", lambda lane: called.append(lane.name))
+    loop.model(loop.batch(2))
+    assert "load" in called

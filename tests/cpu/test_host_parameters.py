@@ -100,8 +100,7 @@ class Turns(TurnsLane):
 
     def __init__(self, turn_bytes: int, calls: CopyCalls | None) -> None:
         self._in_use = threading.RLock()
-        self._piece_bytes = 0
-        self._turn_bytes = turn_bytes
+        self._piece_bytes, self._turn_bytes, self._device = 0, turn_bytes, torch.device("cpu")
         self._calls, self._stream, self._handles = calls, None, {None: None}  # type: ignore[dict-item]
         self.turns: list[int] = []
 
@@ -216,6 +215,13 @@ def test_what_does_not_fit_into_the_queue_is_put_off(monkeypatch: pytest.MonkeyP
     assert issued() == 9
     assert marks[9].elapsed_ms_since(marks[8]) == 9008
     assert issued() == 10
+    load(10)
+    load(11)
+    # As the finalizer of an optimizer does, which the garbage collector deletes during a copy.
+    finalizers = iter([marks[11].resolved])
+    monkeypatch.setattr(calls, "copy", lambda *piece: (next(finalizers, int)(), Calls.copy(calls, *piece)))
+    assert marks[10].resolved() is points[10]
+    assert (issued(), len(lane._later)) == (12, 0)
 
 
 class Noting(Lane):

@@ -292,6 +292,17 @@ def test_the_largest_copy_is_timed(timed: Any) -> None:
                 pass
     assert watch._now.copies["load"][0] == 1024
 
+    class PutOff(HostMark):
+        """A mark that is made later."""
+
+    kinds = iter([HostMark, PutOff, PutOff, PutOff])
+    lane.mark = lambda **_: next(kinds)()
+    watch.end()
+    for _ in range(2):
+        with watch.copying(lane, 1024):
+            pass
+    assert type(watch._now.copies["load"][1]) is PutOff, "not the one that was put off behind its begin"
+
 
 def test_a_step_that_failed_ends_no_iteration(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = timed()
