@@ -455,7 +455,12 @@ class Engine:
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
         if optimizer is not None and self.layouts.capabilities.known:
             self.groups.check_entries(optimizer, entries)
-        exchanged = [(shard, state) for shard, state in entries if state and is_exchanged(shard, state)]
+        others = [(shard, state) for shard, state in entries if not state or is_exchanged(shard, state)]
+        for shard, state in others:
+            if names := shard.held_without(state):
+                self.wait_home(shard.param)
+                shard.leave(names)
+        exchanged = [(shard, state) for shard, state in others if state]
         if exchanged:
             self.settle()  # R2: such a tensor may be another parameter's home, still being stored
             self.lending.wait()

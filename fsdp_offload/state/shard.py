@@ -175,6 +175,26 @@ class StateShard(Housed):
         state = entry_of(self.param)
         state |= {name: home for name, home in self.homes.items() if state.get(name) is old.values[name]}
 
+    def held_without(self, state: Mapping[str, Any]) -> list[str]:
+        """Name the tensors of the home that others hold, but ``state``, the entry of ``optimizer.state``, does not."""
+        home, own = self.home, self.home.own_references
+        names = [name for name, value in home.values.items() if state.get(name) is not value]
+        return [name for name in names if home.references(name) > own.get(name, sys.maxsize)]
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Leave the tensors of ``names`` to those who hold them, with memory of their own; the home gets new ones.
+
+        They are no state any more, which a step would change: the user may put them back later.
+        """
+        home = self.home
+        for name in names:
+            leaves = home.leaves[name]
+            home.leaves[name] = [leaf.data for leaf in leaves]  # ``data``: each counts its own writes from now on
+            for leaf in leaves:
+                leaf.data = leaf.clone()
+            home.values[name] = self._value_over(name, home.leaves[name])
+        home.own(names)
+
     def handed_out(self, name: str) -> Tensor:
         """Return another tensor over the home of ``name``, with its own reference count; writes count for both."""
         value = self.homes[name]
