@@ -456,15 +456,19 @@ class Engine:
         if optimizer is not None and self.layouts.capabilities.known:
             self.groups.check_entries(optimizer, entries)
         others = [(shard, state) for shard, state in entries if not state or is_exchanged(shard, state)]
-        for shard, state in others:
-            if names := shard.held_without(state):
-                self.wait_home(shard.param)
-                shard.leave(names)
+        self.leave_to_holders(others)
         exchanged = [(shard, state) for shard, state in others if state]
         if exchanged:
             self.settle()  # R2: such a tensor may be another parameter's home, still being stored
             self.lending.wait()
             adopt(exchanged)
+
+    def leave_to_holders(self, entries: Iterable[tuple[StateShard, UserState]]) -> None:
+        """Leave home tensors that ``entries`` of the user's state do not hold any more to those who do."""
+        for shard, state in entries:
+            if names := shard.held_without(state):
+                self.wait_home(shard.param)
+                shard.leave(names)
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that updates cannot use; skip those that the backward has ``used`` and freed."""

@@ -100,6 +100,7 @@ class WholeEngine(Engine):
         exchanged = [shard for shard in self.plan.shards.values() if is_exchanged(shard, states.get(shard.param))]
         if not exchanged:
             return
+        self.leave_to_holders((shard, states.get(shard.param)) for shard in exchanged)
         self.settle()  # R2: a store may still be writing these homes
         self.lending.wait()
         stay = staying(optimizer, states, self.plan.shards)

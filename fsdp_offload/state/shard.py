@@ -189,11 +189,13 @@ class StateShard(Housed):
         home = self.home
         for name in names:
             leaves = home.leaves[name]
-            home.leaves[name] = [leaf.data for leaf in leaves]  # ``data``: each counts its own writes from now on
+            # ``data``: each counts its own writes from now on. As ``Region.range`` makes them, with as many references.
+            home.leaves[name] = [
+                leaf.data.as_strided(leaf.shape, leaf.stride()) if leaf.nbytes else leaf.data for leaf in leaves
+            ]
             for leaf in leaves:
                 leaf.data = leaf.clone()
             home.values[name] = self._value_over(name, home.leaves[name])
-        home.own(names)
 
     def handed_out(self, name: str) -> Tensor:
         """Return another tensor over the home of ``name``, with its own reference count; writes count for both."""

@@ -343,7 +343,6 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         target.copy_(source)
         del source, target  # references that are left would count as the user's
     for shard, state, name, _ in exchanged:
-        shard.home.own([name])
         state[name] = shard.homes[name]
 
 

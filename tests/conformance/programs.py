@@ -362,6 +362,18 @@ def delete_between(loop: Loop, at: int) -> None:
     loop.step()
 
 
+def set_aside(loop: Loop, at: int) -> None:
+    """State of some parameters begins anew for one step; then that of before is put back."""
+    loop.finish_saving()
+    state, params = loop.optimizer.state, loop.params[at % 2 :: 2]
+    kept = {param: state.pop(param) for param in params if param in state}
+    usual(loop, at)
+    loop.finish_saving()
+    for param, entry in kept.items():
+        state[param] = entry
+    usual(loop, at + 1)
+
+
 def reattach(loop: Loop, at: int) -> None:
     """With a plain step in between."""
     loop.finish_saving()
