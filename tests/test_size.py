@@ -33,7 +33,7 @@ LIMITS = {
     "fsdp_offload/model": 495,  # 28 refuse what is no model, and let an interrupted one be woken
     "fsdp_offload/optimizers": 1_578,  # 270 are the step and the loading of an optimizer with masters; 15 move
     "fsdp_offload/plan": 1_800,  # 80 room by position; 155 choose recomputation; 110 are experts; 30 repeat no work
-    "fsdp_offload/state": 711,  # 21 leave; 25 count; 73 are what was offered to load into, twice, too; 70 are holders
+    "fsdp_offload/state": 709,  # 21 leave; 25 count; 73 are what was offered to load into, twice, too; 70 are holders
     "fsdp_offload/fsdp": 1_465,  # planned 940; 80 name checkpoints, 100 count writes; 40 the next torch; 45 allocations
     "checkpoint_tools": 6_815,  # planned 5,500; 270 folders of others; 150 refuse; 275 fsdp_dtensor; 40 lazy
     "examples/benchmarks": 2_850,  # 885 are the front: models that users train, each row in a process of its own
