@@ -11,6 +11,7 @@ count a version (collectives, NumPy and ``torch._foreach_mul_`` on DTensors do n
 
 import enum
 import functools
+import inspect
 import threading
 import weakref
 from collections import defaultdict
@@ -153,8 +154,9 @@ def _tell(what: str, tensors: Iterable[Tensor]) -> None:
 
 def let_read(read: Callable[[], Any]) -> Any:
     """Run ``read``, in which ``fully_shard`` reads parameters, without notifications: before_gather has been called."""
-    before, _HERE.reads = getattr(_HERE, "reads", False), True
+    before = getattr(_HERE, "reads", None)
     try:
+        _HERE.reads = inspect.currentframe()
         return read()
     finally:
         _HERE.reads = before
@@ -164,7 +166,12 @@ _HERE = threading.local()  # threads may read at once, and end in any order
 
 
 def _give_local(tensor: Tensor) -> Tensor:
-    if not getattr(_HERE, "reads", False):
+    reads = getattr(_HERE, "reads", None)
+    frame = None if reads is None else inspect.currentframe()
+    while frame is not None and frame is not reads:  # an interrupt may have left the frame of a call that has ended
+        frame = frame.f_back
+    if frame is None:
+        _HERE.reads = None
         _tell("shares", [tensor])
     return cast(Tensor, LOCAL.__get__(tensor))
 

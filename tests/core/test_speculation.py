@@ -28,6 +28,7 @@ from fsdp_offload.fsdp.gradients import let_read, watch
 from tests.async_writers import Reading
 from tests.conformance.oracle import ALWAYS, NEVER, different
 from tests.conformance.programs import LOOKS
+from tests.core.test_interrupts import Interrupted
 from tests.overlapping import Loop, Net, adamw, clipping, pair, same, speculation_of, together
 
 small_net = partial(Net, width=16, layers=2)
@@ -493,30 +494,48 @@ def test_parameters_and_gradients_have_their_class_back(mesh: DeviceMesh) -> Non
     assert (speculation_of(loop).committed, speculation_of(loop).rolled_back) == (5, 2)
 
 
+class Told:
+    """Notes the threads that share what it watches."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def shares(self, tensors: Sequence[Tensor]) -> None:
+        self.threads.append(threading.current_thread().name)
+
+
+def test_an_interrupted_gather_hides_no_write(mesh: DeviceMesh) -> None:
+    """At whatever line."""
+    grad, told = DTensor.from_local(torch.ones(3), mesh), Told()
+    watch([grad], told)  # type: ignore[arg-type]
+    with Interrupted() as counting:
+        let_read(lambda: None)
+    for at in range(1, counting.lines + 1):
+        with Interrupted(at):
+            let_read(lambda: None)
+        told.threads.clear()
+        assert grad._local_tensor is not None
+        assert told.threads == ["MainThread"], f"line {at}"
+
+
 def test_a_gather_of_another_thread_that_ends_later_hides_no_write(mesh: DeviceMesh) -> None:
     """While ``fully_shard`` reads, no watcher is told; each thread reads for itself."""
-    told: list[str] = []
-
-    class Watcher:
-        def shares(self, tensors: Sequence[Tensor]) -> None:
-            told.append(threading.current_thread().name)
-
-    grad, watcher = DTensor.from_local(torch.ones(3), mesh), Watcher()
+    grad, told = DTensor.from_local(torch.ones(3), mesh), Told()
     here, there, gone = threading.Event(), threading.Event(), threading.Event()
 
     def other() -> None:
         here.wait()
         let_read(lambda: (there.set(), gone.wait(), grad._local_tensor))
 
-    watch([grad], watcher)  # type: ignore[arg-type]
+    watch([grad], told)  # type: ignore[arg-type]
     thread = threading.Thread(target=other)
     thread.start()
     let_read(lambda: (here.set(), there.wait(), grad._local_tensor))
     gone.set()
     thread.join()
-    assert not told
+    assert not told.threads
     assert grad._local_tensor is not None
-    assert told == ["MainThread"]
+    assert told.threads == ["MainThread"]
 
 
 @EVERYWHERE
