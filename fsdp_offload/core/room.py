@@ -290,7 +290,7 @@ class Room:
         self._rest = max(0, self._rest - 1)
         if reading is None or self._rest or self._iterations < UNSETTLED:
             return 0
-        before = self.extra
+        before, free = self.extra, free_bytes()  # once: on a GPU it costs the host half a ms
         # The best of two readings counts: a shared machine may halt once, which no block would have prevented. The best
         # of four, if these blocks have been enough for long: it may halt for longer.
         believed = 4 if self.extra >= self._proven else 2
@@ -309,7 +309,7 @@ class Room:
                 self._proven = math.inf
             wanted = -(-int(late_ms * self.rate / 2) // self.block_bytes)
             # Take at most half of the free bytes: the next reading says whether more is needed.
-            wanted = min(max(1, wanted), max(0, free_bytes()) // 2 // self.block_bytes)
+            wanted = min(max(1, wanted), max(0, free) // 2 // self.block_bytes)
             self.extra = min(self._enough, self.extra + wanted)
         elif reading.late_ms <= tolerated_ms:
             self._calm.append(reading.iteration_ms)
@@ -322,12 +322,12 @@ class Room:
             self._calm_ms = min(self._calm_ms, *self._calm)
             # Not to the last block: each try that stalls costs some iterations. Not if ``step()`` would take longer.
             is_calm = len(self._calm) >= CALM and reading.in_step_ms <= tolerated_ms
-            # Nor more than could be taken again: ``free_bytes``, which is of the peak, does not grow when blocks leave.
-            less = min((self.extra - self._floor + 1) // 2, max(0, free_bytes()) // 2 // self.block_bytes)
+            # Nor more than could be taken again: what is free at the peak does not grow when blocks leave.
+            less = min((self.extra - self._floor + 1) // 2, max(0, free) // 2 // self.block_bytes)
             if is_calm and less and self.extra > self._floor + self.most // 32:
                 self._enough, self.extra = self.extra, self.extra - less
                 self._calm.clear()
-        if free_bytes() < 0:
+        if free < 0:
             self.extra = max(0, self.extra - 1)
         host_ms = min(reading.host_ms, reading.iteration_ms - reading.stalled_ms)
         late = f", and {host_ms:.1f} ms for the host" if host_ms > tolerated_ms else ""

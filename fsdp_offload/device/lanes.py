@@ -370,8 +370,7 @@ class _LaterMark(Mark):
         return cast(EventMark, self.made.resolved())
 
     def synchronize(self) -> None:
-        self.lane.go_on(until=self)
-        self.made.synchronize()
+        self.resolved().synchronize()
 
     def is_passed(self) -> bool:
         return self.made is not None and self.made.is_passed()
@@ -544,7 +543,8 @@ class DeviceLink:
     def synchronize(self) -> None:
         """Block the host until the device has done all that was issued, and what a lane has put off."""
         if self.device.type != "cpu":
-            self._lanes.load.mark().resolved()
+            if "_lanes" in vars(self):  # else all are serial, and put nothing off
+                self._lanes.load.mark().resolved()
             torch.accelerator.synchronize(self.device)
 
 

@@ -447,7 +447,7 @@ def test_room_that_was_enough_does_not_grow_from_a_few_slow_iterations(room: Roo
 
 
 def test_room_does_not_try_again_and_again(room: Room) -> None:
-    """A host that is slow for some of the time has iterations as long as those of more tokens."""
+    """Slow phases of a host look like iterations with more tokens."""
     changes = 0
     for at in range(4000):
         is_slow = at % 100 >= 70

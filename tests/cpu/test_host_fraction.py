@@ -263,7 +263,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
 @EVERY_POLICY
 def test_step_waits(mesh: DeviceMesh, waits: Waits, fields: dict[str, Any]) -> None:
-    """With the host standing still, the backward updates the device's share, or nothing, and waits for nobody."""
+    """While the host stands still, the backward updates the device's share, or nothing, and does not wait."""
     loop = two_sides(mesh, fields)
     before = {param: param.detach().to_local().clone() for param in loop.model.parameters()}
     with host_worker_gate.closed(loop.optimizer):
@@ -279,7 +279,7 @@ def test_step_waits(mesh: DeviceMesh, waits: Waits, fields: dict[str, Any]) -> N
 
 
 def test_a_look_behind_the_backward_waits(mesh: DeviceMesh, waits: Waits) -> None:
-    """State and counters are those of after the update.
+    """Reads give state and counters from after the update.
 
     Where updates wait for ``step()``, a look is the habit ``read-between``.
     """

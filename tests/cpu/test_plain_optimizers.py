@@ -234,7 +234,7 @@ def scaled(params: Iterable[Any]) -> Optimizer:
 
 
 def read(run: Run) -> dict[str, Any]:
-    """State and scales, in the order of their names; nobody reads the masters of fp32 parameters."""
+    """Return state and scales by name, without the masters of fp32 parameters, which no update reads."""
     scales = run.optimizer._scales  # type: ignore[attr-defined]
     return {
         name: [dict(sorted(one.items())) for one in (read_of(run.state(name), param), scales[param])]

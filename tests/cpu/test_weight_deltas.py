@@ -42,7 +42,7 @@ def bits_of(loop: Loop) -> dict[str, Tensor]:
 
 
 def assert_brought_up(copied: dict[str, Tensor], deltas: Any, loop: Loop) -> None:
-    """Apply deltas to a copy of the weights' bits, which are those of today then."""
+    """Apply deltas to a copy of the weights' bits, which then equal the current ones."""
     for name, indices, values, _ in deltas:
         copied[name][indices] = values.view(torch.int16)
     after = bits_of(loop)
