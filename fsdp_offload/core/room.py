@@ -235,13 +235,14 @@ class Room:
 
     Attributes:
         extra: blocks above the minimum.
+        is_full: compute stalled when it did last, though no memory was free for more blocks.
         sentence: the last finding, for the report.
     """
 
     def __init__(self, block_bytes: int, most: int, rate: float) -> None:
         """Take the bytes of a block, the largest useful ``extra``, and bytes per ms of loads and stores together."""
         self.block_bytes, self.most, self.rate = block_bytes, most, rate
-        self.extra = 0
+        self.extra, self.is_full = 0, False
         self.sentence = ""
         self._floor = 0  # with fewer extra blocks, compute has stalled before
         self._enough = most  # with these, compute has not
@@ -311,6 +312,7 @@ class Room:
             # Take at most half of the free bytes: the next reading says whether more is needed.
             wanted = min(max(1, wanted), max(0, free) // 2 // self.block_bytes)
             self.extra = min(self._enough, self.extra + wanted)
+            self.is_full = self.extra == before
         elif reading.late_ms <= tolerated_ms:
             self._calm.append(reading.iteration_ms)
             if len(self._calm) >= LASTING:

@@ -118,6 +118,7 @@ class Engine:
                 self.core.curve.history = History(device)
                 self.core.gives_way = policy.device_bytes == "auto" and policy.updates_in_backward
         self.core.frees_gradients = policy.parameters and policy.updates_in_backward
+        self.core.reductions.chooses = policy.updates_in_backward and not policy.parameters and capabilities.elementwise
         self.core.cache.copies_alone = not policy.moves_beside_model
         self._failure = ""
         self._is_taken = True  # the core has the buckets of the plan
@@ -328,7 +329,11 @@ class Engine:
         core, room, link = self.core, self.room, device_link(self.device)
         if core.cache.stopwatch is None:
             return
-        reading = core.cache.stopwatch.end(reads=room is not None)
+        reductions = core.reductions
+        reading = core.cache.stopwatch.end(reads=room is not None or (reductions.chooses and core.steps % 8 == 0))
+        if steady and reading is not None:
+            may_wait = reductions.chooses and (room is None or room.is_full)
+            reductions.choose_later(core.buckets if may_wait else (), reading)
         if core.curve.is_new:
             core.curve.is_new = False
             link.empty_cache()  # free gaps between activations, which blocks would not fit; waits for the device
@@ -466,9 +471,10 @@ class Engine:
     def leave_to_holders(self, entries: Iterable[tuple[StateShard, UserState]]) -> None:
         """Leave home tensors that ``entries`` of the user's state do not hold any more to those who do."""
         for shard, state in entries:
-            if names := shard.held_without(state):
+            if shard.held_without(state):
+                self.lending.wait()  # R4: a checkpoint's writer is no holder; and new tensors have not its versions
                 self.wait_home(shard.param)
-                shard.leave(names)
+                shard.leave(shard.held_without(state))
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that updates cannot use; skip those that the backward has ``used`` and freed."""

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_offload.core.room import Reading
+from fsdp_offload.engine.engine import engine_of
 from tests.conformance.axes import Case, legal
 from tests.conformance.oracle import ALWAYS, NEVER, PHASES, Loop, clip_by, usual, whole
 from tests.parity import leaves, local
@@ -232,6 +235,15 @@ def load_between(loop: Loop, at: int) -> None:
 
 
 # The step, and behind it ---------------------------------------------------------------------------------------------
+
+
+def short_backward(loop: Loop, at: int) -> None:
+    """From here on, the backward is too short for the link, so that some updates wait for the step; or no longer."""
+    engine = engine_of(loop.optimizer)
+    if engine is not None and engine.core.reductions.chooses:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        engine.core.reductions.choose_later(engine.core.buckets, Reading(0.0, 1.0, link_ms=(at + rank) % 3))
+    usual(loop, at)
 
 
 def unused(loop: Loop, at: int) -> None:

@@ -32,6 +32,8 @@ WRONG_ONCE = [
     ),
     # Buckets of the CPU are no neighbours of those of the device.
     Case(layout="unsharded", optimizer="amsgrad", device_bytes="auto", host=0.5, program=("usual",) * 4),
+    # A checkpoint's writer holds tensors over homes, but not as others do, who keep their tensors.
+    Case(save="async", host=1.0, program=("usual",) * 3 + ("replace-state",)),
     # An evaluation before the first step leaves the root gathered: the next forward uses its weights, as without us.
     *(Case(overlap=one, program=("evaluate-before-step", *("usual",) * 3)) for one in AXES["overlap"]),
     # Inference is the first to need parameters, and nobody looks in between.

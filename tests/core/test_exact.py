@@ -14,6 +14,7 @@ from torch.optim import AdamW
 
 from fsdp_offload import OffloadPolicy
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.room import Reading
 from fsdp_offload.device.lanes import DeviceLink
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.engine.step import Step
@@ -56,6 +57,24 @@ def test_an_optimizer_that_sees_dtensors_updates_in_the_backward(mesh: DeviceMes
         assert engine_of(optimizer).core.done or step < 3
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_updates_that_wait_for_step_do_not_run_in_the_backward(mesh: DeviceMesh) -> None:
+    plain, loop = pair(mesh, OffloadPolicy(overlap="iteration", bucket_bytes=1024, device_bytes=4096))
+    for one in (plain, loop):
+        one.train(4)
+    core = engine_of(loop.optimizer).core
+    core.reductions.choose_later(core.buckets, Reading(0, 1, link_ms=1))
+    later = core.reductions.later
+    assert len(later) > 1
+    for at in range(4, 8):
+        for one in (plain, loop):
+            one.backward(at)
+        assert later.isdisjoint(core.done)
+        assert core.done
+        for one in (plain, loop):
+            one.step()
+    assert same(plain, loop)
 
 
 # What an update on a stream of its own reads lives until compute has waited for it; a block that is given back dies.

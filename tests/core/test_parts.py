@@ -107,6 +107,43 @@ def test_gradients_are_final_after_the_most_reductions_of_four_steps(steps: str,
     assert reductions.is_final(0) is final
 
 
+@pytest.fixture
+def followed() -> list[Bucket]:
+    """Four groups of two parameters, each cut into four ranges."""
+    buckets = [Bucket(number, Item(f"s{number}", 10), (number // 8,)) for number in range(32)]
+    for one in buckets:
+        one.followers = tuple(buckets[one.number + 1 : one.number // 4 * 4 + 4])
+    return buckets
+
+
+@pytest.mark.parametrize(("link_ms", "count"), [(0.0, 0), (690.0, 0), (710.0, 4)])
+def test_if_the_link_is_late_a_fourth_of_what_moves_waits_for_step(
+    followed: list[Bucket], link_ms: float, count: int
+) -> None:
+    """No bucket does on which others would wait; nor those that stay, of the CPU, or not gathered."""
+    for one in followed[:12]:
+        one.state.kept = one.number < 8
+        one.on_host = one.number >= 8
+    for one in followed[28:]:
+        one.groups = (ELSEWHERE,)
+    reductions = Reductions()
+    reductions.choose_later(followed, Reading(50, 1050, link_ms=link_ms))
+    later = reductions.later
+    assert len(later) == count
+    assert all(later.issuperset(one.followers) and 12 <= one.number < 28 for one in later)
+    assert count == 0 or {one.groups for one in later} == {(1,), (2,), (3,)}  # in each part of the forward
+
+
+def test_what_waits_for_step_holds_still(followed: list[Bucket]) -> None:
+    reductions, counts = Reductions(), []
+    reductions.counts.update({0: 2, 1: 2, 2: 4, 3: 2})  # of two micro-batches; one group is used twice
+    reductions.end()
+    for iteration_ms, link_ms in [(1000, 710), (1000, 610), (5000, 610), (5000, 580), (1000, 580), (1000, 690)]:
+        reductions.choose_later(followed, Reading(0, 2 * iteration_ms, link_ms=link_ms))
+        counts.append(len(reductions.later))
+    assert counts == [8, 8, 8, 0, 0, 0]
+
+
 def cache_of(cycle: str, held: str, blocks: int, kept: str = "", come: str = "") -> tuple[Cache, dict[str, Item]]:
     """A cache with the items in ``held``, of a timeline as above."""
     timeline, items = timeline_of(cycle)
@@ -392,6 +429,10 @@ def test_room_grows_again_from_the_second_reading_of_more_blocks(room: Room) -> 
 def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not(room: Room) -> None:
     end_twice(room, 500, free_bytes=1000)
     assert room.extra == 5
+    assert not room.is_full
+    for _ in range(2):
+        end_twice(room, 500, free_bytes=100)
+    assert room.is_full
     for _ in range(4):
         end(room, 0, free_bytes=-1)
     assert room.extra < 5

@@ -65,6 +65,17 @@ def test_gradients_live_until_updates_have_read_them(
     assert same(expected, offloaded(mesh, POLICIES[overlap]).train(8, others_take_what_is_free))
 
 
+def test_if_the_link_is_late_some_updates_run_on_into_the_forward(
+    mesh: DeviceMesh, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_offload.core.loop.BACKWARD", 0.0)
+    expected = plain(mesh).train(14)
+    slow("U", LONG_CYCLES)
+    loop = offloaded(mesh, POLICIES["iteration"]).train(14, others_take_what_is_free)
+    assert engine_of(loop.optimizer).core.reductions.later
+    assert same(expected, loop)
+
+
 def test_other_bits_without_the_wait_for_gradients(
     mesh: DeviceMesh, expected: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
