@@ -110,7 +110,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             states.clear()
             installed = True
             try:
-                engine.install(self, states.unwaited, loaded)
+                engine.install(self, states.unwaited, loaded, before_load)
             except BaseException:  # more state than host memory
                 self.param_groups = groups
                 states.clear()

@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -33,7 +34,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy, listed
 from ..state.layout import in_dtypes_of, is_trained
 from ..state.shard import StateShard
-from ..state.store import OffloadedState, StateStore, UserState, adopt, is_exchanged
+from ..state.store import Entries, OffloadedState, StateStore, UserState, adopt, is_exchanged
 from .groups import ParamGroups, ids_of, is_dead
 from .homes import Lending, Plan
 from .speculation import AnyMethod, Speculation
@@ -460,7 +461,9 @@ class Engine:
         entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
         if optimizer is not None and self.layouts.capabilities.known:
             self.groups.check_entries(optimizer, entries)
-        others = [(shard, state) for shard, state in entries if not state or is_exchanged(shard, state)]
+        others = [
+            (shard, state) for shard, state in entries if (shard.existed and not state) or is_exchanged(shard, state)
+        ]
         self.leave_to_holders(others)
         exchanged = [(shard, state) for shard, state in others if state]
         if exchanged:
@@ -468,13 +471,19 @@ class Engine:
             self.lending.wait()
             adopt(exchanged)
 
-    def leave_to_holders(self, entries: Iterable[tuple[StateShard, UserState]]) -> None:
-        """Leave home tensors that ``entries`` of the user's state do not hold any more to those who do."""
+    def leave_to_holders(
+        self, entries: Iterable[tuple[StateShard, UserState]], before: Entries = MappingProxyType({})
+    ) -> None:
+        """Leave home tensors that ``entries`` of the user's state do not hold any more to those who do.
+
+        ``before``: entries of which they take the place, by parameter.
+        """
         for shard, state in entries:
-            if shard.held_without(state):
+            old = before.get(shard.param, {})
+            if shard.held_without(state, old):
                 self.lending.wait()  # R4: a checkpoint's writer is no holder; and new tensors have not its versions
                 self.wait_home(shard.param)
-                shard.leave(shard.held_without(state))
+                shard.leave(shard.held_without(state, old))
 
     def _check_gradients(self, used: Container[Tensor], outcome: str) -> None:
         """Refuse gradients that updates cannot use; skip those that the backward has ``used`` and freed."""
@@ -649,8 +658,8 @@ class Engine:
         adopt((self.plan.shards[param], states.get(param)) for param in old)
 
     @_alone
-    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
-        """Make ``loaded`` the whole state; ``states`` is empty, and the param groups have been loaded.
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Entries, before: Entries) -> None:
+        """Make ``loaded`` the state in place of ``before``; ``states`` is empty, and the param groups have been loaded.
 
         Discard a step that the backward has begun. Tensors of ``loaded`` have the form of a state dict. Convert them to
         the form that the optimizer keeps, one parameter at a time, which limits the device memory that this takes.
@@ -664,6 +673,7 @@ class Engine:
         self._follow_groups(optimizer, states)
         self.add(optimizer, [param for param in loaded if param not in self.plan.shards], states)
         self.lending.wait()
+        self.leave_to_holders(((self.plan.shards[param], saved) for param, saved in loaded.items()), before)
         self.failure = "a load of optimizer state did not come to its end, and some of it may be loaded"
         if self.conventions.keeps_raw_state:
             for param, saved in loaded.items():
@@ -671,6 +681,7 @@ class Engine:
             adopt((self.plan.shards[param], states.of(param)) for param in loaded)
         for param, saved in loaded.items():
             shard, state = self.plan.shards[param], states.of(param)
+            shard.existed = True
             if not self.conventions.keeps_raw_state:
                 state.update(self.conventions.as_kept(optimizer, param, saved, shard.homes))
                 adopt([(shard, state)])

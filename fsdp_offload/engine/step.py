@@ -141,6 +141,8 @@ class Step(Turning):
         if created:
             new = set(created)
             states.move_last([param for param in params_of(optimizer) if param in new])
+        for param in created:
+            self._contents.plan.shards[param].existed = True
         rest = self.divided.unvisited
         if rest:  # groups without an updated bucket: a plain step sees them as well
             groups, device = optimizer.param_groups, core.cache.device

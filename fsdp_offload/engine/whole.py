@@ -28,7 +28,7 @@ from ..optimizers.masters import same_bits
 from ..policy import listed
 from ..state.layout import NotUnderstoodError, describe_value, is_size, leaves_of, params_of, tensors_in
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState, adopt, is_exchanged, span_of
+from ..state.store import Entries, StateStore, UserState, adopt, is_exchanged, span_of
 from .engine import Engine
 from .homes import Turning
 
@@ -113,7 +113,7 @@ class WholeEngine(Engine):
         for shard, adopted in fitting:
             states.get(shard.param).update(adopted)
 
-    def install(self, optimizer: Optimizer, states: StateStore, loaded: Mapping[Tensor, UserState]) -> None:
+    def install(self, optimizer: Optimizer, states: StateStore, loaded: Entries, before: Entries) -> None:
         """Make ``loaded`` the whole state, for any layout. Values without a home go where a plain load puts them.
 
         Counters that the optimizer already had go to the device on which it kept them.
@@ -126,6 +126,8 @@ class WholeEngine(Engine):
         self.settle()
         self.lending.wait()
         self._follow_groups(optimizer, states)
+        shards = self.plan.shards
+        self.leave_to_holders(((shards[param], saved) for param, saved in loaded.items() if param in shards), before)
         for param, saved in loaded.items():
             states.of(param).update(saved)
         self.take_over(optimizer, states)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from ..fsdp.dtensor import alias_of, holders_of, local_shard, over_local
-from .layout import LeafLayout, StateLayout
+from .layout import LeafLayout, StateLayout, leaves_of
 
 EntryOf = Callable[[Tensor], dict[str, Any]]
 
@@ -50,6 +51,7 @@ class ShardHome:
     stand_in: Tensor | None = None  # the DTensor over ``weights`` that counts writes through the parameter
     readers: list[Reader] = field(default_factory=list)  # some of them may have finished
     own_references: dict[str, int] = field(default_factory=dict)  # by name: reference count while no one else holds it
+    handed_out: dict[str, list[list[TensorWeakRef]]] = field(default_factory=dict)  # by name, aliases of its leaves
 
     def references(self, name: str) -> int:
         """Count references to the tensors of ``name`` and views of their memory."""
@@ -175,11 +177,21 @@ class StateShard(Housed):
         state = entry_of(self.param)
         state |= {name: home for name, home in self.homes.items() if state.get(name) is old.values[name]}
 
-    def held_without(self, state: Mapping[str, Any]) -> list[str]:
-        """Name the tensors of the home that others hold, but ``state``, the entry of ``optimizer.state``, does not."""
+    def held_without(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+        """Name the tensors of the home that others hold, though ``state`` has none over the same memory.
+
+        ``state`` is the entry of ``optimizer.state``, or will be, in place of ``before``, which does not count.
+        """
         home, own = self.home, self.home.own_references
-        names = [name for name, value in home.values.items() if state.get(name) is not value]
-        return [name for name in names if home.references(name) > own.get(name, sys.maxsize)]
+        found = []
+        for name in home.values:
+            given, memory = leaves_of(state.get(name)), [leaf.data_ptr() for leaf in home.leaves[name]]
+            is_over = [leaf.data_ptr() for leaf in given] == memory
+            del given  # references that are left would count as others'
+            count = 0 if is_over else home.references(name) - (before.get(name) is home.values[name])
+            if count > own.get(name, sys.maxsize):
+                found.append(name)
+        return found
 
     def leave(self, names: Iterable[str]) -> None:
         """Leave the tensors of ``names`` to those who hold them, with memory of their own; the home gets new ones.
@@ -195,14 +207,25 @@ class StateShard(Housed):
             ]
             for leaf in leaves:
                 leaf.data = leaf.clone()
+            for aliases in home.handed_out.pop(name, ()):
+                for leaf, alias in zip(leaves, aliases, strict=True):
+                    if (held := alias()) is not None:
+                        held.data = leaf.data
             home.values[name] = self._value_over(name, home.leaves[name])
 
     def handed_out(self, name: str) -> Tensor:
         """Return another tensor over the home of ``name``, with its own reference count; writes count for both."""
         value = self.homes[name]
         if type(local_shard(value)) is Tensor:
-            return alias_of(value)
-        return self._value_over(name, [leaf.detach() for leaf in self.home.leaves[name]])
+            value = alias_of(value)
+            leaves = [local_shard(value)]
+        else:
+            leaves = [leaf.detach() for leaf in self.home.leaves[name]]
+            value = self._value_over(name, leaves)
+        known = self.home.handed_out.get(name, ())
+        alive = [aliases for aliases in known if any(alias() is not None for alias in aliases)]
+        self.home.handed_out[name] = [*alive, [*map(TensorWeakRef, leaves)]]
+        return value
 
     def on_device(self, name: str, device: torch.device, *, non_blocking: bool = False) -> Tensor:
         """Copy the value ``name`` to ``device``, as the type that the optimizer made."""

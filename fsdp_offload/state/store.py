@@ -20,6 +20,7 @@ from .layout import forms_of, leaves_of
 from .shard import StateShard
 
 UserState = dict[str, Any]
+Entries = Mapping[Tensor, UserState]
 
 _EXAMPLE: dict[int, object] = {0: object()}
 _REFERENCES = sys.getrefcount(dict.get(_EXAMPLE, 0))

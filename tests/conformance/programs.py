@@ -386,6 +386,20 @@ def set_aside(loop: Loop, at: int) -> None:
     usual(loop, at + 1)
 
 
+def load_over_held(loop: Loop, at: int) -> None:
+    """Tensors of the state that are held stay what they were when other state is loaded."""
+    saved = loop.copy()
+    usual(loop, at)
+    loop.finish_saving()
+    states = [loop.state_of(name) for name in loop.named]
+    held = [
+        one for state in states for key, one in state.items() if key != "master_param" and isinstance(one, torch.Tensor)
+    ]
+    loop.restore(saved)
+    usual(loop, at + 60)
+    loop.seen += [leaf.double().cpu().sum().item() for one in held for leaf in leaves(one) if leaf.numel()]
+
+
 def reattach(loop: Loop, at: int) -> None:
     """With a plain step in between."""
     loop.finish_saving()

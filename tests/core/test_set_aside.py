@@ -1,31 +1,97 @@
 """State that is set aside and put back is what it was: a step that makes new state leaves it alone."""
 
-from typing import Any
+import copy
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_offload.checkpoint import get_optimizer_state_dict
+from fsdp_offload.state.shard import StateShard
+from tests.conformance.axes import Coupled
 from tests.cpu.test_host_fraction import fused_adamw
-from tests.overlapping import Loop, pair, policy_of, same
+from tests.overlapping import POLICIES, Loop, pair, policy_of, same
+from tests.parity import local
 
 
-def train(loop: Loop, *, clips: bool) -> None:
-    state = loop.optimizer.state
+def train(loop: Loop, *, clips: bool, as_state_dict: bool) -> None:
+    optimizer, state = loop.optimizer, loop.optimizer.state
     for at in range(9):
         loop.clipped_step(at, 1e9) if clips else loop.train(1, first=at)
         if at == 4:
-            aside = dict(state)
+            aside, kept = dict(state), optimizer.state_dict()
+            if as_state_dict:
+                aside.clear()
             state.clear()
-        if at == 6:
+        if at == 6 and as_state_dict:
+            assert kept["state"]
+            optimizer.load_state_dict(kept)
+        elif at == 6:
             state.clear()
             state.update(aside)
 
 
+@pytest.mark.parametrize("as_state_dict", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("overlap", ["step", "forward", "iteration"])
 @pytest.mark.parametrize("more", [{}, {"parameters": True}, {"host_fraction": 1.0}], ids=str)
-def test_state_that_is_set_aside(mesh: DeviceMesh, overlap: str, more: dict[str, Any], *, clips: bool) -> None:
+def test_state_that_is_set_aside(
+    mesh: DeviceMesh, overlap: str, more: dict[str, Any], *, clips: bool, as_state_dict: bool
+) -> None:
     both = pair(mesh, policy_of({"overlap": overlap, **more}), fused_adamw)
     for loop in both:
-        train(loop, clips=clips)
+        train(loop, clips=clips, as_state_dict=as_state_dict)
     assert same(*both)
+
+
+def values_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:
+    return [local(one).clone() for state in states for one in state.values() if isinstance(one, Tensor)]
+
+
+@pytest.mark.parametrize("make", [fused_adamw, partial(Coupled, lr=0.01)])
+@pytest.mark.parametrize("fields", [*POLICIES.values(), {"parameters": True}], ids=str)
+def test_what_is_held_is_not_loaded_into(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -> None:
+    """As plain training's, whose loads put other tensors into the state."""
+    if make is not fused_adamw:
+        fields = fields | {"parameters": False}
+    both, kept = pair(mesh, policy_of(fields), make), []
+    for loop in both:
+        optimizer = loop.train(3).optimizer
+        other = copy.deepcopy(optimizer.state_dict())
+        loop.train(2, first=3)
+        saved, entries = optimizer.state_dict(), [dict(state) for state in optimizer.state.values()]
+        optimizer.load_state_dict(other)
+        loop.train(2, first=5)
+        kept.append(values_of([*saved["state"].values(), *entries]))
+        optimizer.load_state_dict(saved)
+        loop.train(2, first=7)
+    assert all(map(torch.equal, *kept))
+    assert same(*both)
+
+
+def refuse(*_: object) -> NoReturn:
+    raise AssertionError
+
+
+def test_a_resume_leaves_nothing(mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody pays for memory who loads into a state dict, or holds none."""
+    loop = Loop(mesh, fused_adamw, policy_of({"overlap": "iteration"})).train(3)
+    model, optimizer = loop.model, loop.optimizer
+    monkeypatch.setattr(StateShard, "leave", refuse)
+    for at, get in enumerate((state_dict.get_optimizer_state_dict, get_optimizer_state_dict)):
+        dcp.save(get(model, optimizer), checkpoint_id=tmp_path / str(at))
+        saved = get(model, optimizer)
+        dcp.load(saved, checkpoint_id=tmp_path / str(at))
+        state_dict.set_optimizer_state_dict(model, optimizer, saved)
+        loop.train(1, first=3)
+    other = copy.deepcopy(optimizer.state_dict())
+    del saved
+    optimizer.load_state_dict(other)
+    loop.train(1, first=5)
