@@ -41,6 +41,7 @@ class Blocks:
         share_out(self.pools, limit)
         self._pools_of_state = _pools_of(self._state)
         self.learns = limit is None and policy.moves_beside_model  # "auto" takes more blocks if compute waits
+        self.is_full = not self.learns  # no more blocks are allowed, or free, though compute waits
         self._gives_way = limit is None and policy.updates_in_backward
         self._choose_kept()
 
@@ -93,6 +94,7 @@ class Blocks:
                     pool.count = count
                 self._choose_kept()
                 reading = read()
+        self.is_full |= room is not None and room.is_full
 
 
 @functools.lru_cache

@@ -9,6 +9,7 @@ kernels, its time counts instead.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..core.loop import BACKWARD
 from ..core.room import Reading
 from . import machine as reached
 from .blocks import Blocks
@@ -133,6 +134,11 @@ def _during_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
         pairs = zip(left, parts.groups, strict=False)
         leaves_ms = max(2 * slower * parts.two_way * nbytes - group.wanted_ms for nbytes, group in pairs)
         late_ms, stalled_ms = max(late_ms, leaves_ms), max(stalled_ms, leaves_ms)
+    elif blocks.is_full and not policy.parameters and copies_ms > BACKWARD * passes / count:
+        # Some updates run on into the forward (``LATER``): the link rests from its last gather to the first reduction.
+        last = parts.groups[-1]
+        rests_ms = parts.forward_ms - last.wanted_ms + parts.backward_ms - last.early_ms
+        late_ms = min(late_ms, slower * copies_ms + rests_ms - passes)
     excess_ms = count * max(0.0, slower * parts.copy_ms(again, 0) - parts.forward_ms)
     excess_ms += others * max(0.0, slower * parts.copy_ms(turned, 0) - parts.backward_ms)
     ms = passes + parts.contention * min(copies_ms, passes) + parts.clip_ms + late_ms + excess_ms

@@ -334,7 +334,9 @@ def test_what_is_not_on_the_device_at_the_peak_comes_in_the_backward() -> None:
     policy = OffloadPolicy(overlap="iteration", device_bytes=64 * MIB)
     made = large_plan(machine=SLOW, tokens_per_step=256 * LENGTH, policies=[policy])
     moved = made.forecasts[0].resident_bytes - made.forecasts[1].resident_bytes
-    assert made.forecasts[1].iteration_ms >= 0.9999 * (made.parts.forward_ms + made.parts.copy_ms(moved, moved))
+    parts, last = made.parts, made.parts.groups[-1]  # from its gather to its reduction, no update runs
+    rests_ms = parts.forward_ms - last.wanted_ms + parts.backward_ms - last.early_ms
+    assert made.forecasts[1].iteration_ms >= 0.9999 * (rests_ms + parts.copy_ms(moved, moved))
 
 
 @pytest.mark.parametrize(
@@ -400,9 +402,9 @@ def qwen() -> tuple:
 def test_the_best_is_the_fastest_that_fits_and_that_the_loop_allows(qwen) -> None:
     assert qwen().best().policy == OffloadPolicy(overlap="forward")
     made = qwen(clip=False)
+    assert made.best().policy == OffloadPolicy(overlap="iteration")
     both = OffloadPolicy(overlap="iteration", parameters=True)  # which frees gradients in the backward
-    assert made.best().policy == both
-    assert by_name(made)["iteration"].needed_bytes > 1.5 * made.best().needed_bytes
+    assert made.best().needed_bytes > 1.5 * by_name(made)["iteration, parameters"].needed_bytes
     assert made.best("forward").policy == OffloadPolicy(overlap="forward")
     assert made.best("step").policy == OffloadPolicy()
     assert qwen(clip=False, device_gb=300).best().policy is None
