@@ -138,7 +138,7 @@ def _during_passes(blocks: Blocks, parts: Parts, state: int, params: int, curve:
         # Some updates run on into the forward (``LATER``): the link rests from its last gather to the first reduction.
         last = parts.groups[-1]
         rests_ms = parts.forward_ms - last.wanted_ms + parts.backward_ms - last.early_ms
-        late_ms = min(late_ms, slower * copies_ms + rests_ms - passes)
+        late_ms = min(late_ms, max(0.0, slower * copies_ms + rests_ms - passes))
     excess_ms = count * max(0.0, slower * parts.copy_ms(again, 0) - parts.forward_ms)
     excess_ms += others * max(0.0, slower * parts.copy_ms(turned, 0) - parts.backward_ms)
     ms = passes + parts.contention * min(copies_ms, passes) + parts.clip_ms + late_ms + excess_ms

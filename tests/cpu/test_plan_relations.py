@@ -126,8 +126,8 @@ LARGE = {"model": "Llama-3.1-8B", "tokens_per_step": 16_384, "machine": H200}
 LINKED = [
     LARGE | {"device_gb": 145.0, "policies": [OffloadPolicy(overlap="forward")]},
     LARGE
-    | {"sequence_length": 16_384, "dtype": "bf16", "masters": "remainder", "clip": False}
-    | {"policies": [OffloadPolicy(overlap="iteration")]},
+    | {"tokens_per_step": 12_288, "sequence_length": 12_288, "dtype": "bf16", "masters": "remainder", "clip": False}
+    | {"device_gb": 80.0, "policies": [OffloadPolicy(overlap="iteration", device_bytes=1 << 30)]},
 ]
 
 
