@@ -34,6 +34,9 @@ LONGER, LASTING = 1.5, 16
 TWO_WAY_BYTES_PER_MS = 80e6
 """Rate of loads and stores together until both are measured; only how fast ``"auto"`` grows depends on it."""
 
+SAMPLED, ASKED = 8, 16
+"""Once nothing changes, one iteration in eight is timed; the next 16 are if someone has asked for the last one."""
+
 FULL = 0.75
 """Busy part of the link's time above which copies fill the driver's queue: the host waits in our hooks, and compute
 waits for the host."""
@@ -144,13 +147,16 @@ class _Iteration:
 class Stopwatch:
     """Times iterations, waits of compute, and one copy each way, by pairs of events.
 
-    Training reads the times one iteration later, so that it need not wait for the device; the report waits.
+    Training reads the times one iteration later, so that it need not wait for the device; the report waits. Marks cost
+    the host 3 ms of an iteration of a Llama of 3 G parameters, so that not every iteration is timed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._now: _Iteration | None = None
         self._ended: deque[_Iteration] = deque(maxlen=2)
+        self._unread: _Iteration | None = None
+        self._asked = 0  # iterations that are timed since someone has asked for the last one
         self._largest_bytes: dict[str, int] = {}
         self._is_called = False
 
@@ -163,23 +169,24 @@ class Stopwatch:
 
         ``in_step``: an update on compute waits. ``with_host``: count the host's time, too, as for a full driver queue.
         """
-        begin, began = self._mark(), time.perf_counter()
+        now = self._now
+        begin, began = None if now is None else self._mark(), time.perf_counter()
         yield
-        if self._now is not None:
+        if begin is not None and now is self._now and now is not None:
             host_ms = 0.0 if with_host else (time.perf_counter() - began) * 1e3
-            self._now.waits.append(_Wait(begin, self._mark(), in_step, host_ms))
+            now.waits.append(_Wait(begin, self._mark(), in_step, host_ms))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Time how long the device is idle while the host is in this block, which issues no work of ours on compute."""
-        begin, now, is_outer = self._mark(), self._now, not self._is_called
-        first = 0 if now is None else len(now.waits)
+        now, is_outer = self._now, not self._is_called
+        begin, first = (None, 0) if now is None else (self._mark(), len(now.waits))
         self._is_called = True
         try:
             yield
         finally:
             self._is_called = not is_outer
-        if is_outer and now is not None and now is self._now:
+        if is_outer and begin is not None and now is not None and now is self._now:
             now.calls.append(_Call(begin, self._mark(), first, len(now.waits), begin.is_passed()))
 
     @contextmanager
@@ -199,22 +206,31 @@ class Stopwatch:
         if type(begin) is type(end):  # else the copy was put off behind its begin: time the next one
             now.copies[name] = nbytes, begin, end
 
-    def end(self, *, reads: bool = True) -> Reading | None:
+    def end(self, *, reads: bool = True, times_next: bool = True) -> Reading | None:
         """End an iteration; return the times of the one before, if known. The device has finished it, or will soon.
 
-        ``reads``: the times are wanted, which costs the host 1 ms.
+        ``reads``: the times are wanted, which costs the host 1 ms. ``times_next``: time the next iteration.
         """
-        mark = self._mark()
-        if self._now is not None:
-            self._now.end = mark
-            self._ended.append(self._now)
-            self._largest_bytes = self._now.largest_bytes
-        last = self._now.calls[-1:] if self._now is not None else []
-        self._now = _Iteration(mark, any(call.caught_up for call in last))
-        return self._ended[-2].read() if reads and len(self._ended) > 1 else None
+        unread, self._unread, ended = self._unread, self._now, self._now
+        times_next, self._asked = times_next or self._asked > 0, max(0, self._asked - 1)
+        self._now = None
+        if ended is not None or times_next:
+            mark = self._mark()
+            if ended is not None:
+                ended.end = mark
+                self._ended.append(ended)
+                self._largest_bytes = ended.largest_bytes
+            if times_next:
+                last = [] if ended is None else ended.calls[-1:]
+                self._now = _Iteration(mark, any(call.caught_up for call in last))
+        return unread.read() if reads and unread is not None else None
 
     def last(self) -> Reading | None:
-        """Return times and rates of the last iteration, if known; block the host until the device has finished it."""
+        """Return times and rates of the last timed iteration, and time the next ones.
+
+        Block the host until the device has finished it. ``None``: none has been timed.
+        """
+        self._asked = ASKED
         if not self._ended:
             return None
 
@@ -226,7 +242,7 @@ class Stopwatch:
 
     def forget(self) -> None:
         """Forget all iterations, including the one under way, which did not end with a step."""
-        self._now = None
+        self._now = self._unread = None
         self._ended.clear()
 
 
@@ -236,13 +252,14 @@ class Room:
     Attributes:
         extra: blocks above the minimum.
         is_full: compute stalled when it did last, though no memory was free for more blocks.
+        is_settled: compute has not stalled for long with this number of blocks.
         sentence: the last finding, for the report.
     """
 
     def __init__(self, block_bytes: int, most: int, rate: float) -> None:
         """Take the bytes of a block, the largest useful ``extra``, and bytes per ms of loads and stores together."""
         self.block_bytes, self.most, self.rate = block_bytes, most, rate
-        self.extra, self.is_full = 0, False
+        self.extra, self.is_full, self.is_settled = 0, False, False
         self.sentence = ""
         self._floor = 0  # with fewer extra blocks, compute has stalled before
         self._enough = most  # with these, compute has not
@@ -338,4 +355,5 @@ class Room:
         if self.extra != before:
             self._rest = 3  # iterations that have begun already had the previous number of blocks
             self._late_ms.clear()  # and the first one behind them finds blocks that nothing is bound to
+        self.is_settled = reading.late_ms <= tolerated_ms and len(self._calm) >= LASTING
         return self.extra - before

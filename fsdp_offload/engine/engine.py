@@ -19,7 +19,7 @@ from ..core.buckets import ELSEWHERE, Bucket, pools_for, share_out
 from ..core.curve import Reading
 from ..core.items import Item
 from ..core.loop import Core
-from ..core.room import Room, Stopwatch
+from ..core.room import SAMPLED, Room, Stopwatch
 from ..cpu_update import HostUpdates
 from ..device.lanes import device_link
 from ..fsdp.allocations import History
@@ -330,8 +330,12 @@ class Engine:
         core, room, link = self.core, self.room, device_link(self.device)
         if core.cache.stopwatch is None:
             return
-        reductions = core.reductions
-        reading = core.cache.stopwatch.end(reads=room is not None or (reductions.chooses and core.steps % 8 == 0))
+        reductions, is_read = core.reductions, core.steps % SAMPLED == 0  # the iteration before is timed
+        is_settled = core.steps > 4 * SAMPLED if room is None else room.is_settled
+        reading = core.cache.stopwatch.end(
+            reads=room is not None or (reductions.chooses and is_read),
+            times_next=not is_settled or core.steps % SAMPLED == SAMPLED - 2,
+        )
         if steady and reading is not None:
             may_wait = reductions.chooses and (room is None or room.is_full)
             reductions.choose_later(core.buckets if may_wait else (), reading)

@@ -23,7 +23,7 @@ from fsdp_offload.core.buckets import (
 from fsdp_offload.core.cache import NEVER, Cache, Pool, Timeline
 from fsdp_offload.core.items import Item, Use
 from fsdp_offload.core.loop import Reductions
-from fsdp_offload.core.room import UNSETTLED, Reading, Room
+from fsdp_offload.core.room import LASTING, UNSETTLED, Reading, Room
 from fsdp_offload.device.lanes import EventMark, SerialLane
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.state.store import OwnCounters, StateStore
@@ -424,6 +424,13 @@ def test_room_grows_by_what_the_link_was_seen_to_move(room: Room) -> None:
 def test_room_grows_again_from_the_second_reading_of_more_blocks(room: Room) -> None:
     assert end_twice(room, 500)
     assert [end(room, 100) for _ in range(4)] == [0, 0, 0, 5]
+
+
+def test_room_is_settled_until_compute_stalls_once(room: Room) -> None:
+    for late_ms, settled in [(0, False), (0, True), (500, False), (0, True)]:
+        for _ in range(LASTING - 1 if late_ms == 0 and not settled else 1):
+            end(room, late_ms)
+        assert room.is_settled is settled
 
 
 def test_room_takes_half_of_what_is_free_at_most_and_gives_back_what_is_not(room: Room) -> None:

@@ -217,6 +217,31 @@ def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
     assert last.next_gb_ms == min(gb_ms, last.stalled_ms) > 0
 
 
+def test_once_nothing_changes_one_iteration_in_eight_is_timed(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until someone asks for the last one."""
+    loop, counts = timed(overlap="iteration").train(34), []
+
+    def count(*_: Any) -> HostMark:
+        counts[-1] += 1
+        return HostMark()
+
+    def marks_of_each(first: int, steps: int) -> list[int]:
+        counts.clear()
+        for at in range(first, first + steps):
+            counts.append(0)
+            loop.train(1, first=at)
+        return counts
+
+    monkeypatch.setattr(Stopwatch, "_mark", count)
+    few = sorted(marks_of_each(34, 16))
+    assert few[:12] == [0] * 12  # 2 are timed, which begin with a mark of the one before
+    assert few[12:14] == [1, 1]
+    assert few[14] == few[15] > 8
+    assert loop.optimizer.offload_report().iteration.iteration_ms > 0
+    assert marks_of_each(50, 18)[1:16] == [few[15]] * 15
+    assert counts[17] < 2
+
+
 def test_compute_waits_while_copies_hold_the_host_up_in_step(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a full queue of the driver: gathers come later then, and do not wait any more."""
     loop, seconds, fetch = timed(overlap="forward"), 0.0, Cache.fetch
