@@ -94,6 +94,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine, states = attachment.engine, states_of(self)
         attachment.parked.bring_back()
         attachment.has_loaded_inside_step |= bool(engine.core.done)
+        unheld = {param: dict.get(states, param, {}) for param in states if not states.is_entry_held(param)}
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
         installed = False
@@ -110,7 +111,7 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             states.clear()
             installed = True
             try:
-                engine.install(self, states.unwaited, loaded, before_load)
+                engine.install(self, states.unwaited, loaded, unheld)
             except BaseException:  # more state than host memory
                 self.param_groups = groups
                 states.clear()

@@ -34,7 +34,7 @@ from ..optimizers.masters import MASTER, can_rebuild
 from ..policy import OffloadPolicy, listed
 from ..state.layout import in_dtypes_of, is_trained
 from ..state.shard import StateShard
-from ..state.store import Entries, OffloadedState, StateStore, UserState, adopt, is_exchanged
+from ..state.store import Entries, OffloadedState, StateStore, UserState, adopt, apart, is_exchanged
 from .groups import ParamGroups, ids_of, is_dead
 from .homes import Lending, Plan
 from .speculation import AnyMethod, Speculation
@@ -683,6 +683,8 @@ class Engine:
             for param, saved in loaded.items():
                 states.of(param).update(saved)
             adopt((self.plan.shards[param], states.of(param)) for param in loaded)
+        else:
+            loaded = apart(loaded, self.plan.shards)
         for param, saved in loaded.items():
             shard, state = self.plan.shards[param], states.of(param)
             shard.existed = True

@@ -409,14 +409,18 @@ class Speculation:
 
     def _are_exchanged(self, used: set[StateShard], states: StateStore) -> bool:
         """Return whether the user has replaced homes by other tensors, or deleted state of shards in ``used``."""
-        moved = used
+        moved, done, step = used, {bucket.number for bucket in self._core.done}, self.step
+        new = set() if step is None else set(step.without_state)
         if self.made:  # all bytes of a bucket move to the spare home, also those of shards that get no update
             moved = {shard for bucket in self._core.done for shard in home_of(bucket).shards}
         for shard in moved:
             state = states.get(shard.param)
-            # The CPU fills an entry later.
-            is_gone = not state and shard in used and not (shard.on_host and states.has(shard.param))
-            if is_exchanged(shard, state) or (is_gone and shard.homes):
+            is_gone = not state and shard in used and bool(shard.homes)
+            if shard.on_host:
+                is_gone &= not states.has(shard.param)  # the CPU fills an entry later
+            elif shard.param in new:
+                is_gone &= shard.buckets[-1] in done  # the update of the last range fills it
+            if is_gone or is_exchanged(shard, state):
                 return True
         return False
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from ..fsdp.dtensor import version_of
+from ..fsdp.dtensor import local_shard, over_local, version_of
 from ..policy import check_is
 from .layout import forms_of, leaves_of
 from .shard import StateShard
@@ -345,6 +345,23 @@ def adopt(entries: Iterable[tuple[StateShard, UserState]]) -> None:
         del source, target  # references that are left would count as the user's
     for shard, state, name, _ in exchanged:
         state[name] = shard.homes[name]
+
+
+def apart(loaded: Entries, shards: Mapping[Tensor, StateShard]) -> dict[Tensor, UserState]:
+    """Copy values of ``loaded`` that lie in another parameter's home: a load may write that before it reads them."""
+    homes = sorted((*span_of(leaf), id(shard)) for shard in shards.values() for leaf in shard.home.all_leaves())
+
+    def own(value: Any, shard: StateShard) -> Any:
+        for begin, end in map(span_of, leaves_of(value)):
+            last = homes[bisect.bisect_left(homes, (end, 0, 0)) - 1]  # spans of homes do not overlap
+            if begin < last[1] and last[0] < end and last[2] != id(shard):
+                return over_local(value, local_shard(value).clone())
+        return value
+
+    return {
+        param: {name: own(value, shards[param]) if homes else value for name, value in saved.items()}
+        for param, saved in loaded.items()
+    }
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:

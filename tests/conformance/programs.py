@@ -164,7 +164,7 @@ def scale_gradients(loop: Loop, at: int) -> None:
             grad.clamp_(-0.01, 0.01)  # as who clips by value
     else:
         for grad in grads[at % 3 :: 2]:
-            {1: grad, 2: local(grad), 3: local(grad).data}[at % 5].mul_(0.5)
+            {1: grad, 2: local(grad), 3: getattr(grad, "_local_tensor", grad).data}[at % 5].mul_(0.5)
     loop.step()
 
 

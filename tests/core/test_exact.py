@@ -67,8 +67,10 @@ def test_updates_that_wait_for_step_do_not_run_in_the_backward(mesh: DeviceMesh)
     core.reductions.choose_later(core.buckets, Reading(0, 1, link_ms=1))
     later = core.reductions.later
     assert len(later) > 1
-    for at in range(4, 8):
+    for at in range(4, 9):
         for one in (plain, loop):
+            if at == 7:  # the last range of a parameter, which would write its new entry, waits
+                one.optimizer.state.clear()
             one.backward(at)
         assert later.isdisjoint(core.done)
         assert core.done

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_offload import OffloadPolicy
 from fsdp_offload.checkpoint import get_optimizer_state_dict
 from fsdp_offload.state.shard import StateShard
 from tests.conformance.axes import Coupled
 from tests.cpu.test_host_fraction import fused_adamw
+from tests.fused_adam_reference import FusedAdam
 from tests.overlapping import POLICIES, Loop, pair, policy_of, same
 from tests.parity import local
 
@@ -55,9 +58,18 @@ def values_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [local(one).clone() for state in states for one in state.values() if isinstance(one, Tensor)]
 
 
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda optimizer: list(optimizer.state.values()),
+        lambda optimizer: [dict(entry) for entry in optimizer.state.values()],
+        lambda optimizer: list(optimizer.state_dict()["state"].values()),
+    ],
+    ids=["entries", "their tensors", "a state dict"],
+)
 @pytest.mark.parametrize("make", [fused_adamw, partial(Coupled, lr=0.01)])
 @pytest.mark.parametrize("fields", [*POLICIES.values(), {"parameters": True}], ids=str)
-def test_what_is_held_is_not_loaded_into(mesh: DeviceMesh, fields: dict[str, Any], make: Any) -> None:
+def test_what_is_held_is_not_loaded_into(mesh: DeviceMesh, fields: dict[str, Any], make: Any, hold: Any) -> None:
     """As plain training's, whose loads put other tensors into the state."""
     if make is not fused_adamw:
         fields = fields | {"parameters": False}
@@ -66,13 +78,27 @@ def test_what_is_held_is_not_loaded_into(mesh: DeviceMesh, fields: dict[str, Any
         optimizer = loop.train(3).optimizer
         other = copy.deepcopy(optimizer.state_dict())
         loop.train(2, first=3)
-        saved, entries = optimizer.state_dict(), [dict(state) for state in optimizer.state.values()]
+        held = hold(optimizer)
         optimizer.load_state_dict(other)
         loop.train(2, first=5)
-        kept.append(values_of([*saved["state"].values(), *entries]))
-        optimizer.load_state_dict(saved)
-        loop.train(2, first=7)
+        kept.append(values_of(held))
     assert all(map(torch.equal, *kept))
+    assert same(*both)
+
+
+@pytest.mark.parametrize("make", [fused_adamw, partial(FusedAdam, lr=0.01), partial(Coupled, lr=0.01)])
+def test_entries_that_are_views_of_each_others_homes(mesh: DeviceMesh, make: Any) -> None:
+    both = pair(mesh, OffloadPolicy(), make)
+    for loop in both:
+        saved = loop.train(3).optimizer.state_dict()
+        states = saved["state"]
+        one, other = next(
+            (one, other) for one, other in combinations(states, 2) if loop.params[one].shape == loop.params[other].shape
+        )
+        views = {at: {name: value.detach() for name, value in states[at].items()} for at in (one, other)}
+        states[one], states[other] = views[other], views[one]
+        loop.optimizer.load_state_dict(saved)
+        loop.train(2, first=3)
     assert same(*both)
 
 
