@@ -415,12 +415,16 @@ RULES: tuple[Rule, ...] = (
     # Transformer Engine's FusedAdam calls closures without gradients.
     rule(lambda c: c.optimizer == "fused-adam", habits="closure"),
     # torch's fused SGD, which the CPU runs, wants a momentum of all of its parameters or of none.
-    rule(lambda c: c.optimizer == "sgd-momentum" and c.host > 0, {"host": 0.0}, habits="replace-state set-aside"),
+    rule(
+        lambda c: c.optimizer == "sgd-momentum" and c.host > 0,
+        {"host": 0.0},
+        habits="replace-state begin-anew set-aside",
+    ),
     # Plain training keeps masters, and what the CPU updates, elsewhere than in the entries that are deleted.
     rule(
         lambda case: case.masters != "none" or case.host > 0,
         {"masters": "none", "host": 0.0},
-        habits="delete-between set-aside",
+        habits="delete-between begin-anew set-aside",
     ),
     # A written weight moves its master in a way of its own, which is a story.
     rule(lambda case: case.masters != "none", {"masters": "none"}, habits="write-parameters write-between"),
@@ -436,7 +440,7 @@ RULES: tuple[Rule, ...] = (
     rule(
         lambda case: case.optimizer == "nadam" and case.dtype == "bf16",
         {"dtype": "fp32", "masters": "none"},
-        habits="load-between",
+        habits="load-between load-over-held",
     ),
     # A closure's backward is within step(), where nobody clips: such a step is not announced.
     rule(lambda case: case.overlap == "iteration" and case.clip != "never", habits="closure"),

@@ -374,6 +374,18 @@ def delete_between(loop: Loop, at: int) -> None:
     loop.step()
 
 
+def begin_anew(loop: Loop, at: int) -> None:
+    """Some parameters, or all, have no state before the backward; others may be held."""
+    loop.finish_saving()
+    state, params = loop.optimizer.state, loop.params[at % 3 :: 1 + at % 2]
+    loop.kept["held"] = [dict(state[param]) for param in loop.params[:: 2 + at % 3] if param in state]
+    if at % 4 == 0:
+        state.clear()
+    for param in params if at % 4 else ():
+        state.pop(param, None)
+    usual(loop, at)
+
+
 def set_aside(loop: Loop, at: int) -> None:
     """State of some parameters begins anew for one step; then that of before is put back."""
     loop.finish_saving()
