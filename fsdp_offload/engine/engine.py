@@ -336,7 +336,7 @@ class Engine:
             reads=room is not None or (reductions.chooses and is_read),
             times_next=not is_settled or core.steps % SAMPLED == SAMPLED - 2,
         )
-        if steady and reading is not None:
+        if steady and reading is not None and reading.link_ms:  # 0: all copies were put off, and none is timed
             may_wait = reductions.chooses and (room is None or room.is_full)
             reductions.choose_later(core.buckets if may_wait else (), reading)
         if core.curve.is_new:

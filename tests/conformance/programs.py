@@ -242,7 +242,7 @@ def short_backward(loop: Loop, at: int) -> None:
     engine = engine_of(loop.optimizer)
     if engine is not None and engine.core.reductions.chooses:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        engine.core.reductions.choose_later(engine.core.buckets, Reading(0.0, 1.0, link_ms=(at + rank) % 3))
+        engine.core.reductions.choose_later(engine.core.buckets, Reading(0.0, 1.0, link_ms=0.5 + (at + rank) % 3))
     usual(loop, at)
 
 
