@@ -109,10 +109,10 @@ def test_gradients_are_final_after_the_most_reductions_of_four_steps(steps: str,
 
 @pytest.fixture
 def followed() -> list[Bucket]:
-    """Four groups of two parameters, each cut into four ranges."""
+    """Four groups of eight buckets, each a range; each parameter has three."""
     buckets = [Bucket(number, Item(f"s{number}", 10), (number // 8,)) for number in range(32)]
     for one in buckets:
-        one.followers = tuple(buckets[one.number + 1 : one.number // 4 * 4 + 4])
+        one.followers = tuple(buckets[one.number + 1 : one.number // 3 * 3 + 3])
     return buckets
 
 
