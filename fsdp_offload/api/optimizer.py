@@ -94,7 +94,6 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
         engine, states = attachment.engine, states_of(self)
         attachment.parked.bring_back()
         attachment.has_loaded_inside_step |= bool(engine.core.done)
-        unheld = {param: dict.get(states, param, {}) for param in states if not states.is_entry_held(param)}
         groups, before_load = self.param_groups, dict(states.items())
         loaded: dict[Tensor, UserState] = {}
         installed = False
@@ -108,7 +107,9 @@ class OffloadedOptimizer(Optimizer, metaclass=ABCMeta):
             loaded_state: dict[Any, Any] = self.state
             entries_by_name = {key: value for key, value in loaded_state.items() if not isinstance(key, Tensor)}
             self.state = states
-            states.clear()
+            with engine.core.lock:  # another thread has an entry before this, or finds none
+                unheld = {one: dict.get(states, one, {}) for one in states if not states.is_entry_held(one, ours=1)}
+                states.clear()
             installed = True
             try:
                 engine.install(self, states.unwaited, loaded, unheld)

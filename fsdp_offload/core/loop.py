@@ -147,7 +147,7 @@ class Reductions:
         for one in reversed(buckets) if reading.link_ms > limit_ms else ():
             if not (one.state.kept or one.on_host or ELSEWHERE in one.groups):
                 due_bytes += one.state.nbytes / LATER
-                if due_bytes > 0 and self.later.issuperset(one.followers):  # these would wait for it
+                if 2 * due_bytes > one.state.nbytes and self.later.issuperset(one.followers):  # these would wait for it
                     self.later.add(one)
                     due_bytes -= one.state.nbytes
 

@@ -166,9 +166,9 @@ class OffloadedState(defaultdict[Tensor, UserState]):
         """Return a view of the entries that does not wait, for the engine."""
         return StateStore(self)
 
-    def is_entry_held(self, param: Tensor) -> bool:
-        """Return whether other code holds the entry of ``param``, and can see the state through it."""
-        return param in self and sys.getrefcount(dict.get(self, param)) > _REFERENCES
+    def is_entry_held(self, param: Tensor, *, ours: int = 0) -> bool:
+        """Return whether code other than ``ours`` holders of ours has the entry of ``param``, and can see the state."""
+        return param in self and sys.getrefcount(dict.get(self, param)) > _REFERENCES + ours
 
     def offer(self, values: Iterable[Any], homes: Container[int], after: object) -> None:
         """Remember that ``values`` are handed out to load into, after step ``after``; earlier values stay valid.

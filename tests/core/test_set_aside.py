@@ -86,6 +86,17 @@ def test_what_is_held_is_not_loaded_into(mesh: DeviceMesh, fields: dict[str, Any
     assert same(*both)
 
 
+def test_entries_that_a_hook_of_the_load_keeps(mesh: DeviceMesh) -> None:
+    held: list[dict[str, Any]] = []
+    optimizer = Loop(mesh, fused_adamw, OffloadPolicy()).train(3).optimizer
+    other = copy.deepcopy(optimizer.state_dict())
+    other["state"][0]["exp_avg"].add_(1)
+    before = values_of(optimizer.state.values())
+    optimizer.register_load_state_dict_pre_hook(lambda *_: held.extend(optimizer.state.values()))
+    optimizer.load_state_dict(other)
+    assert all(map(torch.equal, values_of(held), before))
+
+
 @pytest.mark.parametrize("make", [fused_adamw, partial(FusedAdam, lr=0.01), partial(Coupled, lr=0.01)])
 def test_entries_that_are_views_of_each_others_homes(mesh: DeviceMesh, make: Any) -> None:
     both = pair(mesh, OffloadPolicy(), make)
