@@ -215,8 +215,13 @@ class Engine:
         Return, once all updates are issued, whether there was any gradient. Later work of the current stream sees new
         parameters; if updates overlap with the forward, each gather waits for the updates of what it reads.
         """
-        with self.core.timed_call():
-            updated, is_steady = self._step(optimizer, states, kwargs)
+        try:
+            with self.core.timed_call():
+                updated, is_steady = self._step(optimizer, states, kwargs)
+        except BaseException:
+            if self.core.cache.stopwatch is not None:
+                self.core.cache.stopwatch.forget()  # else the next step would end two iterations
+            raise
         self._measure(is_steady)
         return updated
 

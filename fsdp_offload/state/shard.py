@@ -202,16 +202,14 @@ class StateShard(Housed):
         for name in names:
             leaves = home.leaves[name]
             # ``data``: each counts its own writes from now on. As ``Region.range`` makes them, with as many references.
-            home.leaves[name] = [
-                leaf.data.as_strided(leaf.shape, leaf.stride()) if leaf.nbytes else leaf.data for leaf in leaves
-            ]
+            own = [leaf.data.as_strided(leaf.shape, leaf.stride()) if leaf.nbytes else leaf.data for leaf in leaves]
+            home.leaves[name], home.values[name] = own, self._value_over(name, own)  # first: an interrupt may come
             for leaf in leaves:
                 leaf.data = leaf.clone()
             for aliases in home.handed_out.pop(name, ()):
                 for leaf, alias in zip(leaves, aliases, strict=True):
                     if (held := alias()) is not None:
                         held.data = leaf.data
-            home.values[name] = self._value_over(name, home.leaves[name])
 
     def handed_out(self, name: str) -> Tensor:
         """Return another tensor over the home of ``name``, with its own reference count; writes count for both."""

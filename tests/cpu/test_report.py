@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from fsdp_offload import OffloadPolicy, OffloadReport, add_masters, offload_optimizer, offload_report
 from fsdp_offload.api.report import IterationRecord, KeptRecord, MemoryRecord, StepRecord, _bytes
 from fsdp_offload.core.cache import Cache
+from fsdp_offload.core.loop import Core
 from fsdp_offload.core.room import Stopwatch
 from fsdp_offload.device.lanes import Mark, SerialLane
 from fsdp_offload.engine.engine import Engine, engine_of
@@ -215,6 +217,18 @@ def test_an_iteration_and_its_bound(timed: Any, fields: dict[str, Any]) -> None:
     assert last.bound_ms >= min(copies_ms, last.iteration_ms)
     gb_ms = max(1e3 / report.step.load_gb_per_s, 1e3 / report.step.store_gb_per_s)
     assert last.next_gb_ms == min(gb_ms, last.stalled_ms) > 0
+
+
+def test_an_interrupt_behind_the_end_of_a_step_leaves_no_iteration_of_two(
+    timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = timed(overlap="iteration").train(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Core, "end", Mock(side_effect=KeyboardInterrupt))
+        loop.backward(4)
+        with pytest.raises(KeyboardInterrupt):
+            loop.optimizer.step()
+    assert loop.optimizer.offload_report().iteration is None
 
 
 def test_once_nothing_changes_one_iteration_in_eight_is_timed(timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
