@@ -169,24 +169,28 @@ class Stopwatch:
 
         ``in_step``: an update on compute waits. ``with_host``: count the host's time, too, as for a full driver queue.
         """
-        now = self._now
-        begin, began = None if now is None else self._mark(), time.perf_counter()
+        if (now := self._now) is None:
+            yield
+            return
+        begin, began = self._mark(), time.perf_counter()
         yield
-        if begin is not None and now is self._now and now is not None:
+        if now is self._now:
             host_ms = 0.0 if with_host else (time.perf_counter() - began) * 1e3
             now.waits.append(_Wait(begin, self._mark(), in_step, host_ms))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Time how long the device is idle while the host is in this block, which issues no work of ours on compute."""
-        now, is_outer = self._now, not self._is_called
-        begin, first = (None, 0) if now is None else (self._mark(), len(now.waits))
+        if (now := self._now) is None:
+            yield
+            return
+        begin, first, is_outer = self._mark(), len(now.waits), not self._is_called
         self._is_called = True
         try:
             yield
         finally:
             self._is_called = not is_outer
-        if is_outer and begin is not None and now is not None and now is self._now:
+        if is_outer and now is self._now:
             now.calls.append(_Call(begin, self._mark(), first, len(now.waits), begin.is_passed()))
 
     @contextmanager

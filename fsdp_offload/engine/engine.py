@@ -8,7 +8,6 @@ from collections import ChainMap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -473,16 +472,14 @@ class Engine:
         others = [
             (shard, state) for shard, state in entries if (shard.existed and not state) or is_exchanged(shard, state)
         ]
-        self.leave_to_holders(others)
+        self.leave_to_holders(others, {})
         exchanged = [(shard, state) for shard, state in others if state]
         if exchanged:
             self.settle()  # R2: such a tensor may be another parameter's home, still being stored
             self.lending.wait()
             adopt(exchanged)
 
-    def leave_to_holders(
-        self, entries: Iterable[tuple[StateShard, UserState]], before: Entries = MappingProxyType({})
-    ) -> None:
+    def leave_to_holders(self, entries: Iterable[tuple[StateShard, UserState]], before: Entries) -> None:
         """Leave home tensors that ``entries`` of the user's state do not hold any more to those who do.
 
         ``before``: entries of which they take the place, by parameter.

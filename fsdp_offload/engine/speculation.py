@@ -400,17 +400,16 @@ class Speculation:
         used = set[StateShard]().union(*step.used.values())
         exposed = [home for bucket in self._core.done if (home := bucket.state.home).exposed_at is not None]
         is_written = any(home.seen != home.version() for home in exposed)
-        if is_written or self._are_exchanged(used, states) or step.are_counters_written():
+        if is_written or self._are_exchanged(step, used, states) or step.are_counters_written():
             return "optimizer.state has changed since then"
         if scaler_decides(optimizer, kwargs):
             return "a GradScaler decides only now whether there is a step"
         is_same = step.divided.still_starts_from(optimizer) and self._contents.groups.are_as_before(optimizer)
         return "" if is_same else "hyperparameters have changed since then"
 
-    def _are_exchanged(self, used: set[StateShard], states: StateStore) -> bool:
+    def _are_exchanged(self, step: Step, used: set[StateShard], states: StateStore) -> bool:
         """Return whether the user has replaced homes by other tensors, or deleted state of shards in ``used``."""
-        moved, done, step = used, {bucket.number for bucket in self._core.done}, self.step
-        new = set() if step is None else set(step.without_state)
+        moved, new, done = used, set(step.without_state), {bucket.number for bucket in self._core.done}
         if self.made:  # all bytes of a bucket move to the spare home, also those of shards that get no update
             moved = {shard for bucket in self._core.done for shard in home_of(bucket).shards}
         for shard in moved:

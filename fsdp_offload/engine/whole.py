@@ -52,7 +52,7 @@ class WholeEngine(Engine):
             self.core.away = False
             self._follow_groups(optimizer, states)
             self.add(optimizer, [param for param in self.groups.unplanned if states.get(param)], states)
-            self._adopt_fitting(optimizer, states)
+            self._adopt_fitting(optimizer, states, {})
             self.note_made(states)
             self.core.updates = visit = _Visit(self, optimizer, states)
         error: BaseException | None = None
@@ -77,12 +77,15 @@ class WholeEngine(Engine):
             self.layouts.staying = staying(optimizer, states, [*self.plan.shards, *params])
         super().add(optimizer, params, states)
 
-    def take_over(self, optimizer: Optimizer, states: StateStore) -> None:
-        """Copy state values that are not homes into homes: into those that fit, or else into newly planned ones."""
+    def take_over(self, optimizer: Optimizer, states: StateStore, before: Entries) -> None:
+        """Copy state values that are not homes into homes: into those that fit, or else into newly planned ones.
+
+        ``before``: entries of which those of ``states`` take the place, by parameter.
+        """
         shards = self.plan.shards
         known = params_of(optimizer)
         self.add(optimizer, [param for param in known if param not in shards and states.get(param)], states)
-        self._adopt_fitting(optimizer, states)
+        self._adopt_fitting(optimizer, states, before)
         entries = ((shard, *entry) for param, shard in shards.items() for entry in states.get(param).items())
         without_home = ((shard, name, value) for shard, name, value in entries if value is not shard.homes.get(name))
         if any(
@@ -95,12 +98,12 @@ class WholeEngine(Engine):
             if is_first:
                 self.take_all_blocks()
 
-    def _adopt_fitting(self, optimizer: Optimizer, states: StateStore) -> None:
+    def _adopt_fitting(self, optimizer: Optimizer, states: StateStore, before: Entries) -> None:
         """Copy values that have replaced homes into the homes, if their layouts are equal."""
         exchanged = [shard for shard in self.plan.shards.values() if is_exchanged(shard, states.get(shard.param))]
         if not exchanged:
             return
-        self.leave_to_holders((shard, states.get(shard.param)) for shard in exchanged)
+        self.leave_to_holders(((shard, states.get(shard.param)) for shard in exchanged), before)
         self.settle()  # R2: a store may still be writing these homes
         self.lending.wait()
         stay = staying(optimizer, states, self.plan.shards)
@@ -126,11 +129,9 @@ class WholeEngine(Engine):
         self.settle()
         self.lending.wait()
         self._follow_groups(optimizer, states)
-        shards = self.plan.shards
-        self.leave_to_holders(((shards[param], saved) for param, saved in loaded.items() if param in shards), before)
         for param, saved in loaded.items():
             states.of(param).update(saved)
-        self.take_over(optimizer, states)
+        self.take_over(optimizer, states, before)
         copies = _Copies(_kept_beside(optimizer), staying(optimizer, states, self.plan.shards))
         for group in optimizer.param_groups:
             stays = () if group.get("fused") or group.get("capturable") else ("step",)
@@ -189,7 +190,7 @@ class _Visit(Turning):
             core.cache.moved.updates += len(core.buckets)
         core.end()
         if error is None:
-            engine.take_over(self._optimizer, states)
+            engine.take_over(self._optimizer, states, {})
 
     def _store(self, states: StateStore) -> None:
         """Store the copies, or values that replaced them and fit; skip copies whose memory the optimizer keeps."""

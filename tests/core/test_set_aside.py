@@ -117,9 +117,10 @@ def refuse(*_: object) -> NoReturn:
     raise AssertionError
 
 
-def test_a_resume_leaves_nothing(mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody pays for memory who loads into a state dict, or holds none."""
-    loop = Loop(mesh, fused_adamw, policy_of({"overlap": "iteration"})).train(3)
+@pytest.mark.parametrize("make", [fused_adamw, partial(FusedAdam, lr=0.01), partial(Coupled, lr=0.01)])
+def test_a_resume_leaves_nothing(mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """A load into a state dict, or one while nothing is held, takes no more memory."""
+    loop = Loop(mesh, make, policy_of({"overlap": "iteration"})).train(3)
     model, optimizer = loop.model, loop.optimizer
     monkeypatch.setattr(StateShard, "leave", refuse)
     for at, get in enumerate((state_dict.get_optimizer_state_dict, get_optimizer_state_dict)):

@@ -505,7 +505,7 @@ class Told:
 
 
 def test_an_interrupted_gather_hides_no_write(mesh: DeviceMesh) -> None:
-    """At whatever line."""
+    """An interrupt at any line leaves the watcher on."""
     grad, told = DTensor.from_local(torch.ones(3), mesh), Told()
     watch([grad], told)  # type: ignore[arg-type]
     with Interrupted() as counting:
