@@ -451,22 +451,28 @@ class Engine:
         """Return the shards to update; take over parameters with their first gradient, and exchanged state."""
         eager, gradient = self.conventions.state_without_gradient, self.conventions.gradient
         self.add(optimizer, [one for one in self.groups.unplanned if eager or gradient(one) is not None], states)
-        self.adopt_exchanged(states, optimizer)  # also for shards without a gradient, which move with their bucket
+        # Also of shards without a gradient, which move with their bucket. ``problem`` has looked at those used already.
+        step = self.speculation.step
+        self.adopt_exchanged(states, optimizer, () if step is None else step.used_on_device())
         return [
             shard
             for param, shard in self.plan.shards.items()
             if shard.group >= 0 and (gradient(param) is not None or (eager and not states.get(param)))
         ]
 
-    def adopt_exchanged(self, states: StateStore, optimizer: Optimizer | None = None) -> None:
+    def adopt_exchanged(
+        self, states: StateStore, optimizer: Optimizer | None = None, used: Container[StateShard] = ()
+    ) -> None:
         """Copy tensors that the user has put in place of homes into these; all at once, since one may be another home.
+
+        Shards that are ``used`` are known to have their homes.
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
             ValueError: ``optimizer`` cannot step: state lacks a part, or a counter is not one element.
         """
         self.lending.check_unspoiled()
-        entries = [(shard, states.get(shard.param)) for shard in self.plan.shards.values()]
+        entries = [(one, states.get(one.param)) for one in self.plan.shards.values() if one not in used]
         if optimizer is not None and self.layouts.capabilities.known:
             self.groups.check_entries(optimizer, entries)
         others = [

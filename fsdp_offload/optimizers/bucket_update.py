@@ -8,7 +8,7 @@ commits it.
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..fsdp.dtensor import has_inner_tensors, local_shard
 from ..state.layout import forms_of, leaves_of
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState
+from ..state.store import StateStore, UserState, copies_of
 from .divided_step import DividedStep
 from .masters import MASTER, let_weights_win
 
@@ -127,9 +127,8 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if user_state:  # the shadow sees the place, and the user's counters, copied if a later range needs them
             place, own = bound.values, dict(user_state)
             own |= {name: place[name] for name, value in own.items() if name in place and value is not None}
-            if not bound.last:
-                own |= {name: value.clone() for name, value in own.items() if name not in place and _is_counter(value)}
             state[bound.param] = own
+    _copy_counters([(state[one.param], one.values) for one in together if not one.last and one.param in state])
     seen = {
         name: {bound.param: real[bound.shard.param] for bound in together if bound.shard.param in real}
         for name, real in by_param.items()
@@ -148,6 +147,13 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
         if result is not None:
             result = conventions.without_dispensable(bound.param, result)
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
+
+
+def _copy_counters(entries: Iterable[tuple[UserState, Mapping[str, Tensor]]]) -> None:
+    """Put copies in place of the counters in ``entries``, pairs of a range's state and the part of it in the place."""
+    found = [(own, n, v) for own, place in entries for n, v in own.items() if n not in place and _is_counter(v)]
+    for (own, name, _), copy in zip(found, copies_of([value for *_, value in found]), strict=True):
+        own[name] = copy
 
 
 def _is_counter(value: object) -> TypeGuard[Tensor]:
