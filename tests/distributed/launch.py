@@ -69,8 +69,9 @@ def spawn(run: Callable[..., None], world_size: int, tmp_path: Path, *args: Any,
     if skipped:
         problem = f"of {world_size} ranks, only some skip: {', '.join(path.name for path in skipped)}\n{problem or ''}"
     if problem:
-        stuck = [f"rank {path.suffix[1:]} was at:\n{path.read_text()}" for path in sorted(folder.glob("stuck.*"))]
-        pytest.fail("\n".join([problem, *(text for text in stuck if "File" in text)]), pytrace=False)
+        said = [f"rank {path.suffix[1:]} was at:\n{path.read_text()}" for path in sorted(folder.glob("stuck.*"))]
+        said += [f"rank {path.name[7:]}:\n{path.read_text()}" for path in sorted(folder.glob("failed-*"))]
+        pytest.fail("\n".join([problem, *(text for text in said if "File" in text)]), pytrace=False)
 
 
 def run_case(start_method: str, case: Case) -> str | None:
@@ -92,6 +93,9 @@ def _rank_main(rank: int, case: Case) -> None:
         except pytest.skip.Exception as skipped:
             (case.folder / f"skipped-{rank}").write_text(str(skipped))
             os._exit(0)  # the others skip as well; whatever the process group waits for, nobody does
+        except BaseException:  # torch may see a rank first whose peer has gone
+            (case.folder / f"failed-{rank}").write_text(traceback.format_exc())
+            raise
         finally:
             faulthandler.cancel_dump_traceback_later()
 
