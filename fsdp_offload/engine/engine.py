@@ -656,6 +656,8 @@ class Engine:
         dead = [param for param, shard in self.plan.shards.items() if is_dead(shard, states)]
         kept = [param for param in self.plan.shards if self.plan.shards[param].group >= 0]
         old = {param: dict(states.get(param)) for param in kept}
+        homes = {param: self.plan.shards[param].home for param in kept}
+        exposed = {param for one in self.core.buckets if one.state.home.exposed_at is not None for param in one.params}
         for param in dead:
             self.names.pop(param, None)
         self.clear()
@@ -668,6 +670,11 @@ class Engine:
                 if state and param not in as_made:
                     states.of(param).update(state)
         adopt((self.plan.shards[param], states.get(param)) for param in old)
+        for param in exposed & homes.keys():
+            self.plan.shards[param].carry_over(homes[param], old[param])
+        for bucket in self.core.buckets:
+            if not exposed.isdisjoint(bucket.params):
+                bucket.state.home.expose(self.core.steps)
 
     @_alone
     def install(self, optimizer: Optimizer, states: StateStore, loaded: Entries, before: Entries) -> None:

@@ -101,6 +101,8 @@ class Arena(Generic[AnyHoused]):
             has_values = copies and not (isinstance(shard, StateShard) and not entry_of(shard.param))
             for target, source in zip(shard.home.all_leaves(), old.all_leaves(), strict=True) if has_values else ():
                 target.copy_(source)
+            if isinstance(shard, StateShard):
+                shard.carry_over(old, entry_of(shard.param))
             shard.moved(old, entry_of)
 
     def take_spare(self, take: TakeRegion) -> None:

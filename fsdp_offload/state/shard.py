@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..fsdp.dtensor import alias_of, holders_of, local_shard, over_local
-from .layout import LeafLayout, StateLayout, leaves_of
+from .layout import LeafLayout, StateLayout, forms_of, leaves_of
 
 EntryOf = Callable[[Tensor], dict[str, Any]]
 
@@ -207,9 +207,21 @@ class StateShard(Housed):
             for leaf in leaves:
                 leaf.data = leaf.clone()
             for aliases in home.handed_out.pop(name, ()):
-                for leaf, alias in zip(leaves, aliases, strict=True):
-                    if (held := alias()) is not None:
-                        held.data = leaf.data
+                _lay_over(leaves, aliases)
+
+    def carry_over(self, old: ShardHome, state: Mapping[str, Any]) -> None:
+        """Lay tensors that others hold over ``old`` over the home, which has their values now: they stay state.
+
+        ``state`` is the entry of ``optimizer.state`` from before. What it did not have is no state any more, and stays
+        where it is, as does what has another form now.
+        """
+        home = self.home
+        for name in old.values.keys() & home.values.keys():
+            if state.get(name) is not old.values[name] or forms_of(old.values[name]) != forms_of(home.values[name]):
+                continue
+            for aliases in ([*map(TensorWeakRef, old.leaves[name])], *old.handed_out.get(name, ())):
+                _lay_over(home.leaves[name], aliases)
+                home.handed_out.setdefault(name, []).append(aliases)
 
     def handed_out(self, name: str) -> Tensor:
         """Return another tensor over the home of ``name``, with its own reference count; writes count for both."""
@@ -233,3 +245,10 @@ class StateShard(Housed):
     def _value_over(self, name: str, leaves: Sequence[Tensor]) -> Tensor:
         built = self.layout.values[name].build(leaves)
         return over_local(self.param, built) if self.on_locals else built
+
+
+def _lay_over(leaves: Iterable[Tensor], aliases: Iterable[TensorWeakRef]) -> None:
+    """Give ``aliases`` that still exist the memory of ``leaves``."""
+    for leaf, alias in zip(leaves, aliases, strict=True):
+        if (held := alias()) is not None:
+            held.data = leaf.data

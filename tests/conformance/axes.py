@@ -424,8 +424,10 @@ RULES: tuple[Rule, ...] = (
     rule(
         lambda case: case.masters != "none" or case.host > 0,
         {"masters": "none", "host": 0.0},
-        habits="delete-between begin-anew set-aside",
+        habits="delete-between begin-anew set-aside ask-for-more",
     ),
+    # A new optimizer, as a resume makes it, does not know that the last one has come to keep more.
+    rule(lambda case: case.save in {"sync", "async"}, {"save": "memory"}, {"save": "none"}, habits="ask-for-more"),
     # A written weight moves its master in a way of its own, which is a story.
     rule(lambda case: case.masters != "none", {"masters": "none"}, habits="write-parameters write-between"),
     # A load by torch's planner asks for state of every parameter, also of one that was never used.

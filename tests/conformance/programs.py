@@ -412,6 +412,25 @@ def load_over_held(loop: Loop, at: int) -> None:
     loop.seen += [leaf.double().cpu().sum().item() for one in held for leaf in leaves(one) if leaf.numel()]
 
 
+def ask_for_more(loop: Loop, at: int) -> None:
+    """Adam keeps another moment from now on; tensors that are held before stay state, and writes into them count."""
+    usual(loop, at)
+    loop.finish_saving()
+    groups = [group for group in loop.optimizer.param_groups if "amsgrad" in group]
+    states = [state for name in loop.named if groups and (state := loop.live_state(name)).keys() >= {"exp_avg_sq"}]
+    held = [state["exp_avg"] for state in states]
+    for group in groups:
+        group["amsgrad"] = True
+    for state in states:
+        state.setdefault("max_exp_avg_sq", torch.zeros_like(state["exp_avg_sq"]))
+    usual(loop, at + 1)
+    loop.finish_saving()
+    for value in held:
+        local(value).mul_(0.5)
+    usual(loop, at + 2)
+    loop.seen += [leaf.double().cpu().sum().item() for one in held for leaf in leaves(one) if leaf.numel()]
+
+
 def reattach(loop: Loop, at: int) -> None:
     """With a plain step in between."""
     loop.finish_saving()

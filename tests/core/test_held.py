@@ -1,11 +1,14 @@
 """Tensors over homes that others hold: they change in ``step()`` only, and every write into them counts."""
 
+import copy
 import random
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from fsdp_offload.core import loop as core_loop
 from fsdp_offload.engine.engine import Engine, engine_of
 from fsdp_offload.fsdp.dtensor import local_shard
 from fsdp_offload.fsdp.gradients import is_spent
+from fsdp_offload.listeners import recoverable
 from tests.conformance.oracle import NEVER
 from tests.overlapping import Loop, Net, adamw, pair, same
 from tests.parity import leaves
@@ -107,6 +111,70 @@ def test_a_write_counts_whenever_its_tensor_was_taken(mesh: DeviceMesh, seed: in
         if held and rng.random() < 0.3:
             del held[rng.randrange(len(held))]
     assert same(*loops)
+
+
+def _two_groups(params: Any) -> Any:
+    params = list(params)
+    groups = [{"params": params[:3], "momentum": 0.0}, {"params": params[3:]}]
+    return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+
+
+def _with_amsgrad(loop: Loop, _: Path) -> None:
+    for group in loop.optimizer.param_groups:
+        group["amsgrad"] = True
+    for param in loop.params:
+        state = loop.optimizer.state[param]
+        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
+
+def _with_momentum(loop: Loop, _: Path) -> None:
+    loop.optimizer.param_groups[0]["momentum"] = 0.9
+
+
+def _in_files(loop: Loop, folder: Path) -> Any:
+    return recoverable(loop.optimizer, folder / "run") if hasattr(loop.optimizer, "offload_report") else None
+
+
+MOVES: dict[str, tuple[Callable[[Any], Any], Callable[[Loop, Path], Any]]] = {
+    "amsgrad": (adamw, _with_amsgrad),
+    "momentum of another group": (_two_groups, _with_momentum),
+    "files": (adamw, _in_files),
+}
+
+
+@OVERLAPS
+@pytest.mark.parametrize("how", ["state", "state_dict", "by name"])
+@pytest.mark.parametrize(("make", "move"), MOVES.values(), ids=MOVES)
+def test_what_is_held_stays_state_in_new_homes(
+    mesh: DeviceMesh,
+    make: Callable[[Any], Any],
+    move: Callable[[Loop, Path], Any],
+    how: str,
+    overlap: str,
+) -> None:
+    """It changes in steps, writes into it count, and a load leaves it; once let go, it holds up no update."""
+    loops = pair(mesh, OffloadPolicy(overlap=overlap, bucket_bytes=4096), make, net=partial(Net, width=16, layers=2))
+    held, kept = [], []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for each in loops:
+            each.train(3)
+            held.append(taken_from(each, each.params[3:], how))
+            kept.append(move(each, Path(folder)))
+            each.train(1, first=3)
+    for write in WRITES:
+        for each, values in zip(loops, held, strict=True):
+            write(values)
+            each.train(1, first=4)
+        assert all(torch.equal(*map(local_shard, values)) for values in zip(*held, strict=True))
+    assert same(*loops)
+    for each in loops:
+        each.optimizer.load_state_dict(copy.deepcopy(each.optimizer.state_dict()))
+        each.train(1, first=5)
+    assert all(torch.equal(*map(local_shard, values)) for values in zip(*held, strict=True))
+    assert same(*loops)
+    held.clear()
+    loops[1].train(2, first=6)
+    assert not offload_report(loops[1].optimizer).step.held_updates
 
 
 @pytest.mark.parametrize("saves", [1, 2])
