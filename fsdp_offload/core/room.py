@@ -267,6 +267,7 @@ class Room:
         self.sentence = ""
         self._floor = 0  # with fewer extra blocks, compute has stalled before
         self._enough = most  # with these, compute has not
+        self._tries = False  # fewer blocks than were enough are tried
         self._lasting = LASTING
         self._calm = deque[float](maxlen=LASTING)  # ms of iterations since the last stall or change
         self._calm_ms = math.inf  # the shortest since the last stall
@@ -323,13 +324,16 @@ class Room:
             self.rate = 1e6 * (reading.load_gb_per_s + reading.store_gb_per_s)
         tolerated_ms = TOLERATED * reading.iteration_ms
         if late_ms > tolerated_ms:
-            self._floor, self._calm_ms = max(self._floor, self.extra + 1), math.inf
+            wanted = -(-int(late_ms * self.rate / 2) // self.block_bytes)
+            # A stall behind a try says how many are lacking; one of the first iterations has other causes, too.
+            lacking = min(wanted * 2 // 3, self._enough - self.extra) if self._tries else 1
+            self._floor, self._calm_ms = max(self._floor, self.extra + max(1, lacking)), math.inf
+            self._tries = False
             self._calm.clear()
             if self._enough <= self.extra:
                 self._enough = self.most  # it was for iterations with more tokens
             if self._proven <= self.extra:
                 self._proven = math.inf
-            wanted = -(-int(late_ms * self.rate / 2) // self.block_bytes)
             # Take at most half of the free bytes: the next reading says whether more is needed.
             wanted = min(max(1, wanted), max(0, free) // 2 // self.block_bytes)
             self.extra = min(self._enough, self.extra + wanted)
@@ -348,7 +352,7 @@ class Room:
             # Nor more than could be taken again: what is free at the peak does not grow when blocks leave.
             less = min((self.extra - self._floor + 1) // 2, max(0, free) // 2 // self.block_bytes)
             if is_calm and less and self.extra > self._floor + self.most // 32:
-                self._enough, self.extra = self.extra, self.extra - less
+                self._enough, self.extra, self._tries = self.extra, self.extra - less, True
                 self._calm.clear()
         if free < 0:
             self.extra = max(0, self.extra - 1)

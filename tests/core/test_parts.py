@@ -476,6 +476,17 @@ def test_room_settles_with_few_more_blocks_than_it_needs(room: Room, needed: int
     assert max(settle(needed, 1000)) < max(2 * needed, 40)
 
 
+@pytest.mark.parametrize(("needed", "changes"), [(26, 3), (300, 3), (600, 5), (1000, 5)])
+def test_room_learns_from_a_try_how_many_blocks_were_lacking(room: Room, needed: int, changes: int) -> None:
+    """A byte that stays saves a load and a store; the first iterations, which are slow, say too much."""
+    tried = [0]
+    for at in range(100):
+        stalled_ms = max(0, needed - room.extra) * (30 if at < 12 else 20)
+        room.end(Reading(stalled_ms, 1000 + stalled_ms), steady=True, free_bytes=lambda: 1 << 40)
+        tried += [room.extra] if room.extra != tried[-1] else []
+    assert (len(tried) - 1, room.extra) == (changes, needed)
+
+
 def test_room_gives_back_no_more_than_it_can_take_again(room: Room) -> None:
     """The allocator's peak, below which the free bytes are counted, stays when blocks leave."""
     highest, limit, slow = 0, 400, 0
