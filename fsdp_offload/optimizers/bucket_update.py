@@ -18,7 +18,7 @@ from torch import Tensor
 from ..fsdp.dtensor import has_inner_tensors, local_shard
 from ..state.layout import forms_of, leaves_of
 from ..state.shard import StateShard
-from ..state.store import StateStore, UserState, copies_of
+from ..state.store import StateStore, UserState
 from .divided_step import DividedStep
 from .masters import MASTER, let_weights_win
 
@@ -128,7 +128,7 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
             place, own = bound.values, dict(user_state)
             own |= {name: place[name] for name, value in own.items() if name in place and value is not None}
             state[bound.param] = own
-    _copy_counters([(state[one.param], one.values) for one in together if not one.last and one.param in state])
+    _copy_counters(together, state)
     seen = {
         name: {bound.param: real[bound.shard.param] for bound in together if bound.shard.param in real}
         for name, real in by_param.items()
@@ -149,11 +149,18 @@ def _update_together(step: DividedStep, together: Sequence[BoundRange], user_sta
             _commit(bound, result, user_state or user_states.of(bound.shard.param))
 
 
-def _copy_counters(entries: Iterable[tuple[UserState, Mapping[str, Tensor]]]) -> None:
-    """Put copies in place of the counters in ``entries``, pairs of a range's state and the part of it in the place."""
-    found = [(own, n, v) for own, place in entries for n, v in own.items() if n not in place and _is_counter(v)]
-    for (own, name, _), copy in zip(found, copies_of([value for *_, value in found]), strict=True):
-        own[name] = copy
+def _copy_counters(ranges: Iterable[BoundRange], state: Mapping[Tensor, UserState]) -> None:
+    """Copy counters that a later range of the parameter starts from, too: in one call, as each costs the host time."""
+    copies, counters = list[Tensor](), list[Tensor]()
+    for one in ranges:
+        own = state.get(one.param, {}) if not one.last else {}
+        for name, value in own.items():
+            if name not in one.values and isinstance(value, Tensor) and value.numel() == 1:
+                own[name] = torch.empty_like(value)
+                copies.append(own[name])
+                counters.append(value)
+    if copies:
+        torch._foreach_copy_(copies, counters)
 
 
 def _is_counter(value: object) -> TypeGuard[Tensor]:

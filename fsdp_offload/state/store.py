@@ -70,14 +70,18 @@ class OwnCounters(StateStore):
 
     def copy(self, params: Iterable[Tensor]) -> None:
         """Copy the counters of ``params`` in one operation, before their updates are issued on the current stream."""
-        found = list[tuple[UserState, str, Tensor]]()
+        copies, counters = [], []
         for param in params:
             if param in self._states or not (state := self.states.get(param)):
                 continue
             self._states[param], homes = (own := dict(state)), self._shards[param].homes
-            found += [(own, n, v) for n, v in state.items() if isinstance(v, Tensor) and v is not homes.get(n)]
-        for (own, name, _), copy in zip(found, copies_of([value for *_, value in found]), strict=True):
-            own[name] = copy
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value is not homes.get(name):
+                    own[name] = torch.empty_like(value)
+                    copies.append(own[name])
+                    counters.append(value)
+        if copies:
+            torch._foreach_copy_(copies, counters)
 
     def alone(self) -> StateStore:
         """Return the copies without the user's entries, for a thread that may outlive the user's entries."""
@@ -105,14 +109,6 @@ class OwnCounters(StateStore):
                     state[name] = value
         if targets:
             torch._foreach_copy_(targets, sources)
-
-
-def copies_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy ``tensors``, on their devices, in one operation on the current stream: each one costs the host time."""
-    copies = [torch.empty_like(one) for one in tensors]
-    if copies:
-        torch._foreach_copy_(copies, tensors)
-    return copies
 
 
 Counted = dict[StateShard, tuple[list[object], list[object]]]
