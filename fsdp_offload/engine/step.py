@@ -110,6 +110,7 @@ class Step(Turning):
         if contents.host is not None:
             contents.host.begin(optimizer, plan.host_shards())
         self.without_state = [param for param in plan.shards if not states.get(param)]
+        self._empty = set(filter(states.has, self.without_state))  # parameters with an entry all the same
         self.used: dict[int, set[StateShard]] = {}
         self.counted: Counted = {}
         self.stores_kept = any(one.stores_kept for one in contents.listeners)
@@ -143,7 +144,7 @@ class Step(Turning):
     def finish(self, core: Core, optimizer: Optimizer, states: StateStore, created: list[Tensor]) -> None:
         """Finish a step after its last update: put ``created`` state in order, and write changed entries."""
         if created:
-            new = set(created)
+            new = set(created) - self._empty
             states.move_last([param for param in params_of(optimizer) if param in new])
         for param in created:
             self._contents.plan.shards[param].existed = True

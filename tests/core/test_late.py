@@ -243,6 +243,7 @@ def the_first_state(mesh: DeviceMesh, lanes: LateLanes) -> None:
         optimizer = AdamW([*numbers][::-1], lr=0.01, fused=True)
         if policy is not None:
             attach(optimizer, model=model, policy=policy)
+        assert not optimizer.state[[*numbers][1]]  # a look makes an empty entry, which keeps its place
         backward(model, 0, all_of_it=True)
         optimizer.step()
         found.append([(numbers[param], [*dict.get(optimizer.state, param, {})]) for param in optimizer.state])
