@@ -208,7 +208,10 @@ def train_fsdp_on(rank: int, world_size: int, written: Path, made_in: Path, form
             training = Training(1, is_fsdp=True, seed=7, **experts)
             training.load_fsdp_dtensor(made_in / name, as_transformer_engine_names_it)
             steps = 2 if name == "plain" else 3  # torch's AdamW was its optimizer, which rounds otherwise in the end
-            assert training.steps(steps) == expected[name][:steps], name
+            (first, *later), (wanted, *others) = training.steps(steps), expected[name][:steps]
+            assert first == wanted, name
+            # The two optimizers cut their buffers elsewhere, and torch's kernels for AVX-512 round the ends otherwise.
+            assert later == pytest.approx(others, rel=1e-6), name
             assert [group["step"] for group in training.optimizer.optimizer.param_groups] == [2 + steps] * 2
 
 
