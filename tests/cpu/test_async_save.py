@@ -313,6 +313,15 @@ def exchange(training: Training) -> None:
         state["exp_avg"] = state["exp_avg"] * 2
 
 
+def ask_for_more(training: Training) -> None:
+    """State whose layout changes gets other homes in the next step."""
+    for group in training.optimizer.param_groups:
+        group["amsgrad"] = True
+    for param in training.optimizer.state:
+        state = training.optimizer.state[param]
+        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
+
 def remove(training: Training) -> None:
     remove_offload(training.optimizer)
 
@@ -327,6 +336,7 @@ CHANGES: dict[str, tuple[Change, ...]] = {
     "for_load": (load_in_place,),
     "exchanged tensors": (exchange, Training.train),
     "exchanged tensors, removed": (exchange, remove),
+    "amsgrad": (ask_for_more, Training.train),
     "remove_offload": (remove, Training.train),
     "remove_offload, attached again": (remove, attach_again, Training.train),
 }
