@@ -320,3 +320,11 @@ class Net(nn.Module):
         image = self.conv(hidden.view(len(x), 1, 4, -1)).flatten(1)
         hidden = hidden + self.down(torch.tanh(self.up(image))) * self.gain
         return (self.head(hidden) - x.roll(1, 1)).pow(2).mean()
+
+
+def turn_amsgrad_on(optimizer: Optimizer, states: Iterable[dict[str, Any]]) -> None:
+    """Have Adam keep another moment from now on, in ``states``, which thereby has another layout."""
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    for state in states:
+        state.setdefault("max_exp_avg_sq", torch.zeros_like(state["exp_avg_sq"]))

@@ -453,7 +453,7 @@ class Engine:
         self.add(optimizer, [one for one in self.groups.unplanned if eager or gradient(one) is not None], states)
         # Also of shards without a gradient, which move with their bucket. ``problem`` has looked at those used already.
         step = self.speculation.step
-        self.adopt_exchanged(states, optimizer, () if step is None else step.used_on_device())
+        self.adopt_exchanged(states, optimizer, () if step is None else step.used_shards())
         return [
             shard
             for param, shard in self.plan.shards.items()
@@ -465,14 +465,14 @@ class Engine:
     ) -> None:
         """Copy tensors that the user has put in place of homes into these; all at once, since one may be another home.
 
-        Shards that are ``used`` are known to have their homes.
+        Shards that are ``used``, and that the device updates, are known to have their homes.
 
         Raises:
             RuntimeError: see :meth:`Lending.check_unspoiled`; nothing has begun yet.
             ValueError: ``optimizer`` cannot step: state lacks a part, or a counter is not one element.
         """
         self.lending.check_unspoiled()
-        entries = [(one, states.get(one.param)) for one in self.plan.shards.values() if one not in used]
+        entries = [(one, states.get(one.param)) for one in self.plan.shards.values() if one.on_host or one not in used]
         if optimizer is not None and self.layouts.capabilities.known:
             self.groups.check_entries(optimizer, entries)
         others = [

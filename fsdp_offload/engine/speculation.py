@@ -397,7 +397,7 @@ class Speculation:
             return f"the gradient of {self._names.get(exchanged[0], 'a parameter')} has been changed since then"
         if ahead.is_touched:
             return "gradients have been changed since then"
-        used = set[StateShard]().union(*step.used.values())
+        used = step.used_shards()
         exposed = [home for bucket in self._core.done if (home := bucket.state.home).exposed_at is not None]
         is_written = any(home.seen != home.version() for home in exposed)
         if is_written or self._are_exchanged(step, used, states) or step.are_counters_written():

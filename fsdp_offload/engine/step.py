@@ -125,9 +125,9 @@ class Step(Turning):
         now = [counters_of(theirs.get(shard.param), shard.homes) for shard in counted]
         return [seen for _, seen in now] != [seen for _, seen in counted.values()]
 
-    def used_on_device(self) -> set[StateShard]:
-        """Return shards whose gradients this step has used, without those that the CPU updates."""
-        return {shard for shards in self.used.values() for shard in shards if not shard.on_host}
+    def used_shards(self) -> set[StateShard]:
+        """Return shards whose gradients this step has used."""
+        return set[StateShard]().union(*self.used.values())
 
     def leave_out(self, params: Iterable[Tensor]) -> None:
         """Skip the gradients of ``params``: a step that a load has discarded used them."""

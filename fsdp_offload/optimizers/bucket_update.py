@@ -155,7 +155,7 @@ def _copy_counters(ranges: Iterable[BoundRange], state: Mapping[Tensor, UserStat
     for one in ranges:
         own = state.get(one.param, {}) if not one.last else {}
         for name, value in own.items():
-            if name not in one.values and isinstance(value, Tensor) and value.numel() == 1:
+            if name not in one.values and _is_counter(value):
                 own[name] = torch.empty_like(value)
                 copies.append(own[name])
                 counters.append(value)

@@ -17,7 +17,7 @@ from fsdp_offload.core.room import Reading
 from fsdp_offload.engine.engine import engine_of
 from tests.conformance.axes import Case, legal
 from tests.conformance.oracle import ALWAYS, NEVER, PHASES, Loop, clip_by, usual, whole
-from tests.parity import leaves, local
+from tests.parity import leaves, local, turn_amsgrad_on
 
 Habit = Callable[[Loop, int], None]
 
@@ -416,13 +416,11 @@ def ask_for_more(loop: Loop, at: int) -> None:
     """Adam keeps another moment from now on; tensors that are held before stay state, and writes into them count."""
     usual(loop, at)
     loop.finish_saving()
-    groups = [group for group in loop.optimizer.param_groups if "amsgrad" in group]
-    states = [state for name in loop.named if groups and (state := loop.live_state(name)).keys() >= {"exp_avg_sq"}]
+    is_adam = "amsgrad" in loop.optimizer.param_groups[0]
+    states = [state for name in loop.named if is_adam and (state := loop.live_state(name)).keys() >= {"exp_avg_sq"}]
     held = [state["exp_avg"] for state in states]
-    for group in groups:
-        group["amsgrad"] = True
-    for state in states:
-        state.setdefault("max_exp_avg_sq", torch.zeros_like(state["exp_avg_sq"]))
+    if is_adam:
+        turn_amsgrad_on(loop.optimizer, states)
     usual(loop, at + 1)
     loop.finish_saving()
     for value in held:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_as_torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_offload import OffloadPolicy, offload_report, synchronize
+from fsdp_offload import OffloadPolicy, is_offloaded, offload_report, synchronize
 from fsdp_offload.checkpoint import ArenaStager, get_optimizer_state_dict
 from fsdp_offload.core import loop as core_loop
 from fsdp_offload.engine.engine import Engine, engine_of
@@ -28,7 +28,7 @@ from fsdp_offload.fsdp.gradients import is_spent
 from fsdp_offload.listeners import recoverable
 from tests.conformance.oracle import NEVER
 from tests.overlapping import Loop, Net, adamw, pair, same
-from tests.parity import leaves
+from tests.parity import leaves, turn_amsgrad_on
 
 OPTIMIZERS: list[Callable[[Any], Any]] = [
     adamw,
@@ -120,11 +120,7 @@ def _two_groups(params: Any) -> Any:
 
 
 def _with_amsgrad(loop: Loop, _: Path) -> None:
-    for group in loop.optimizer.param_groups:
-        group["amsgrad"] = True
-    for param in loop.params:
-        state = loop.optimizer.state[param]
-        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+    turn_amsgrad_on(loop.optimizer, [loop.optimizer.state[param] for param in loop.params])
 
 
 def _with_momentum(loop: Loop, _: Path) -> None:
@@ -132,7 +128,7 @@ def _with_momentum(loop: Loop, _: Path) -> None:
 
 
 def _in_files(loop: Loop, folder: Path) -> Any:
-    return recoverable(loop.optimizer, folder / "run") if hasattr(loop.optimizer, "offload_report") else None
+    return recoverable(loop.optimizer, folder / "run") if is_offloaded(loop.optimizer) else None
 
 
 MOVES: dict[str, tuple[Callable[[Any], Any], Callable[[Loop, Path], Any]]] = {
@@ -152,7 +148,7 @@ def test_what_is_held_stays_state_in_new_homes(
     how: str,
     overlap: str,
 ) -> None:
-    """It changes in steps, writes into it count, and a load leaves it; once let go, it holds up no update."""
+    """Check that steps change it, writes into it count, a load leaves it, and it holds up no update once let go."""
     loops = pair(mesh, OffloadPolicy(overlap=overlap, bucket_bytes=4096), make, net=partial(Net, width=16, layers=2))
     held, kept = [], []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -30,7 +30,7 @@ from fsdp_offload.engine.engine import engine_of
 from tests.async_writers import HeldWriter, Waits, copied, loaded, not_the_same, runs_within
 from tests.cpu.test_lifetime import mappings
 from tests.loading import memory_of, ragged
-from tests.parity import Run, Zoo, attach, differences, fail_in_bucket
+from tests.parity import Run, Zoo, attach, differences, fail_in_bucket, turn_amsgrad_on
 from tests.policies import with_share
 
 ALL = 1 << 30
@@ -315,11 +315,7 @@ def exchange(training: Training) -> None:
 
 def ask_for_more(training: Training) -> None:
     """State whose layout changes gets other homes in the next step."""
-    for group in training.optimizer.param_groups:
-        group["amsgrad"] = True
-    for param in training.optimizer.state:
-        state = training.optimizer.state[param]
-        state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+    turn_amsgrad_on(training.optimizer, training.optimizer.state.values())
 
 
 def remove(training: Training) -> None:

@@ -211,7 +211,8 @@ def train_fsdp_on(rank: int, world_size: int, written: Path, made_in: Path, form
             (first, *later), (wanted, *others) = training.steps(steps), expected[name][:steps]
             assert first == wanted, name
             # The two optimizers cut their buffers elsewhere, and torch's kernels for AVX-512 round the ends otherwise.
-            assert later == pytest.approx(others, rel=1e-6), name
+            rounds = torch.backends.cpu.get_cpu_capability() == "AVX512"
+            assert later == (pytest.approx(others, rel=1e-6) if rounds else others), name
             assert [group["step"] for group in training.optimizer.optimizer.param_groups] == [2 + steps] * 2
 
 
