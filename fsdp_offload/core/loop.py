@@ -13,7 +13,7 @@ from torch import Tensor
 from ..device.lanes import Lane, Lanes, Mark, current_stream, recorded
 from ..fsdp.dtensor import versions_of
 from ..fsdp.fully_shard import runs_in_backward
-from .buckets import ELSEWHERE, Bucket, choose_kept
+from .buckets import ELSEWHERE, JOINED_BYTES, Bucket, choose_kept
 from .cache import Cache, Moved, Timeline
 from .curve import Curve, RoomHere
 from .items import BytesAtHome, Item, Pool, Use
@@ -452,20 +452,23 @@ class Core:
 
         One update takes a bucket, and others of the same groups whose items are on the device already, since each
         update costs the host 0.3 ms. It leaves one block in transit unused: the next load fills that block while the
-        updated items are stored, so that the link is busy both ways.
+        updated items are stored, so that the link is busy both ways. If items move in ``step()`` only, the link limits
+        and the host has time: updates of 64 MiB free blocks one by one, and neither copies up nor down wait for them.
         """
         if not updates.ready:
             self.prefetch()
         while updates.ready:
             first, *others = updates.ready
             taken, nbytes, passing = [first], first.state.nbytes, int(not first.state.kept)
+            streams_alone = self.cache.copies_alone and not first.state.kept
+            most_bytes = min(updates.joined_bytes, JOINED_BYTES) if streams_alone else updates.joined_bytes
             for one in () if first.on_host else others:
                 nbytes, passing = nbytes + one.state.nbytes, passing + (not one.state.kept)
                 is_like = (one.groups, one.on_host, one.state.exists) == (first.groups, False, first.state.exists)
                 is_there = None not in [item.block for item in one.streamed]
                 pool = one.state.pool
                 leaves_room = one.state.kept or pool is None or passing < pool.passing + pool.beyond
-                if not (is_like and is_there and leaves_room) or nbytes > updates.joined_bytes:
+                if not (is_like and is_there and leaves_room) or nbytes > most_bytes:
                     break
                 taken.append(one)
             del updates.ready[: len(taken)]

@@ -34,7 +34,7 @@ PIECE_BYTES = 8 << 20
 """Size of pieces to the device. Smaller ones cost bandwidth, larger ones hold up small copies of others for longer: on
 an H100, iterations took longer with 16 MiB under each of three policies, even under the one that the link limits."""
 
-STORED_PIECE_BYTES = 32 << 20
+STORED_PIECE_BYTES = 64 << 20
 """Size of pieces to the host, where ``fully_shard`` makes no small copies; and of all if items move only in ``step()``.
 Each piece costs the host time, and the copy engine 6 us: on an H100, 6 of 170 ms with 8 MiB."""
 
