@@ -2,13 +2,17 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_offload import OffloadPolicy, add_masters, offload_optimizer
+from fsdp_offload.core import loop as loop_module
 from fsdp_offload.core.buckets import (
     ELSEWHERE,
     Bucket,
@@ -22,11 +26,12 @@ from fsdp_offload.core.buckets import (
 )
 from fsdp_offload.core.cache import NEVER, Cache, Pool, Timeline
 from fsdp_offload.core.items import Item, Use
-from fsdp_offload.core.loop import Reductions
+from fsdp_offload.core.loop import Core, Reductions, Updates
 from fsdp_offload.core.room import LASTING, UNSETTLED, Reading, Room
 from fsdp_offload.device.lanes import EventMark, SerialLane
 from fsdp_offload.engine.engine import engine_of
 from fsdp_offload.state.store import OwnCounters, StateStore
+from tests.overlapping import Net, pair, same
 
 from .deferred import DeferredLanes
 from .test_interrupts import Interrupted
@@ -555,3 +560,28 @@ def test_counters_of_the_user_become_what_updates_have_made_of_the_copies() -> N
     own.commit()
     assert user == {"step": step, "mean": home, "count": 7}
     assert step.item() == 2
+
+
+@pytest.mark.parametrize("joined_bytes", [1024, 1 << 20])
+def test_a_step_alone_updates_few_bytes_at_once(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, joined_bytes: int
+) -> None:
+    """So that blocks come back one by one. State that is kept is updated in as few calls as ever."""
+    monkeypatch.setattr(loop_module, "JOINED_BYTES", joined_bytes)
+    policy = OffloadPolicy(bucket_bytes=1024, device_bytes=12 * 1024)
+    plain, loop = pair(mesh, policy, net=partial(Net, width=16, layers=2))
+    several: dict[bool, list[int]] = {True: [], False: []}
+    update = Core.update
+
+    def noted(core: Core, updates: Updates, buckets: Sequence[Bucket]) -> None:
+        if len(buckets) > 1:
+            several[buckets[0].state.kept].append(sum(one.state.nbytes for one in buckets))
+        update(core, updates, buckets)
+
+    monkeypatch.setattr(Core, "update", noted)
+    for each in (plain, loop):
+        each.train(4)
+    assert same(plain, loop)
+    assert max(several[True]) > 4096
+    assert max(several[False]) <= joined_bytes
+    assert joined_bytes == 1024 or max(several[False]) > 1024
