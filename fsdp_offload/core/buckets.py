@@ -94,13 +94,12 @@ def bucket_bytes_for(group_bytes: Iterable[int], device_bytes: int | None, *, sm
 
 
 def bucketing(
-    policy: OffloadPolicy, *, elementwise: bool, together: Mapping[Param, int], sizes: Mapping[Param, tuple[int, int]]
+    policy: OffloadPolicy, *, together: Mapping[Param, int], sizes: Mapping[Param, tuple[int, int]]
 ) -> tuple[int, dict[Param, int]]:
     """Choose bytes of state per bucket, and renumber the groups: groups with the same new number may share a bucket.
 
     Args:
         policy: the policy in force.
-        elementwise: the optimizer works element by element.
         together: number of the ``fully_shard`` group of each parameter, in forward order.
         sizes: bytes of each parameter and of its state.
     """
@@ -116,10 +115,8 @@ def bucketing(
     if bucket_bytes == "auto":
         small = policy.updates_in_backward and not policy.parameters
         bucket_bytes = bucket_bytes_for(group_bytes.values(), limit, small=small)
-    if policy.updates_in_backward and (policy.parameters or not elementwise):
-        # Do not join groups. With ``parameters``, gradients must be freed early, and would wait for those of a group
-        # that may get none in this step. Updates that are not elementwise may run collectives, in one order on all
-        # ranks; but sizes, by which groups are joined, differ between ranks.
+    if policy.updates_in_backward and policy.parameters:
+        # Do not join groups: gradients must be freed early, and would wait for those of a group that may get none.
         return bucket_bytes, dict(together)
     # Count parameters too: an update needs all those of its bucket on the device, even if the class has no state.
     joined_bytes = group_bytes | own_bytes if policy.parameters else group_bytes  # the larger of both

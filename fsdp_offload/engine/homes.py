@@ -265,9 +265,7 @@ class Plan:
             shards.append(StateShard(param, name, elementwise, False, layout, group_of[param]))
         if not self.buckets:
             both = {shard.param: (local_shard(shard.param).nbytes, shard.nbytes) for shard in shards}
-            self.bucket_bytes, self._joined = bucketing(
-                self._policy, elementwise=elementwise, together=self.together, sizes=both
-            )
+            self.bucket_bytes, self._joined = bucketing(self._policy, together=self.together, sizes=both)
         fraction = self._policy.host_fraction
         # Elements of the largest shard of each parameter over all ranks, which have to choose alike.
         may_share = (fraction and one.layout.values and not has_inner_tensors(one.param) for one in shards)

@@ -27,7 +27,7 @@ from ..core.buckets import Bucket
 from ..core.loop import Core, WayBack
 from ..device.arena import Region, aligned
 from ..device.lanes import Copy, HostFlag
-from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of, versions_of
+from ..fsdp.dtensor import has_inner_tensors, local_shard, version_of, versions_of, world_size
 from ..fsdp.gradients import USED_UP, SpentGradient, is_spent, is_watched, note_freed, unwatch, watch
 from ..fsdp.optim import scaler_decides
 from ..state.shard import StateShard
@@ -119,7 +119,18 @@ class Speculation:
         self._watched: list[TensorWeakRef] = []  # gradients
         self._written: list[Tensor] = []  # parameters
         self._shared = WeakTensorKeyDictionary()  # gradients of which the user may hold a view since an earlier step
-        self._clean_steps = 0  # -1: the loop has changed gradients, and updates stay in step() for good
+        # -1: the loop has changed gradients, or the order of collectives counts; updates stay in step() for good
+        self._clean_steps = -1 if self._keeps_order else 0
+
+    @property
+    def _keeps_order(self) -> bool:
+        """Return whether no update may run in the backward, since ranks could choose other ones.
+
+        What others hold, and whether the loop changes gradients, may differ between ranks. Collectives of updates, some
+        in the backward and some in ``step()``, would pair wrongly: other values, without a word, or a hang.
+        """
+        communicates = self._contents.layouts.capabilities.communicates
+        return self._core.mode.begin == "final" and communicates and world_size() > 1
 
     @property
     def made(self) -> bool:
@@ -147,6 +158,11 @@ class Speculation:
         """Describe speculation for the report; empty if updates need no speculation."""
         if not self.announced and self._clean_steps >= 0:
             return ""
+        if self._keeps_order:
+            return (
+                'overlap="iteration": updates of this optimizer run collectives, in one order on all ranks, so they '
+                "wait for step()."
+            )
         if not self.announced:
             return (
                 'overlap="iteration": the loop changes gradients before step(), so all updates wait for it. To clip, '

@@ -87,6 +87,8 @@ class Capabilities:
     # Implementation ("for-loop", "foreach" or "fused"), device type and parameter dtype for which flat ranges give the
     # same bits as the whole.
     cuttable: frozenset[tuple[str, str, torch.dtype]] = frozenset()
+    # Its updates may run collectives on DTensors: all ranks have to run them in one order.
+    communicates: bool = False
     state_like_param: bool = False  # every state tensor has the parameter's shape: a small scratch tensor shows it
     # An elementwise class of torch.optim: it may also update fp32 masters of low-precision parameters, as add_masters
     # asks for, and a share of the parameters on the CPU (``host_fraction``).
@@ -169,10 +171,11 @@ def capabilities_of(cls: type[Optimizer], *, trust: bool = False) -> Capabilitie
             )
         of_elements = verdict in (None, "elementwise")
         cuttable = _cuttable(()) if of_elements else frozenset()
-        return Capabilities(known=False, elementwise=of_elements, cuttable=cuttable)
+        return Capabilities(known=False, elementwise=of_elements, cuttable=cuttable, communicates=not of_elements)
     elementwise = verdict == "elementwise"
     return Capabilities(
         elementwise=elementwise,
+        communicates=not elementwise,
         state_like_param=row.get("state-like-param", elementwise),
         takes_masters=elementwise,
         cuttable=_cuttable(row.get("fused", ())) if elementwise else frozenset(),

@@ -105,7 +105,7 @@ def _planned(policy: OffloadPolicy, sizes: Sizes) -> tuple[dict[int, int], list[
     together = dict(enumerate(number for number, group in enumerate(groups) for _ in group))
     state_itemsize = sum(sizes.state_itemsizes)
     bytes_of = {param: (sizes.itemsize * numels[param], state_itemsize * numels[param]) for param in together}
-    bucket_bytes, joined = bucketing(policy, elementwise=True, together=together, sizes=bytes_of)
+    bucket_bytes, joined = bucketing(policy, together=together, sizes=bytes_of)
     specs = [
         ShardSpec(numel, tuple(size * numel for size in sizes.state_itemsizes), True, joined[param])
         for param, numel in enumerate(numels)

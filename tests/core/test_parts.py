@@ -306,7 +306,7 @@ def test_groups_without_state_are_not_joined_where_their_parameters_move() -> No
     groups = {number: number for number in range(4)}
     for parameters, count in ((True, 4), (False, 1)):
         policy = OffloadPolicy(parameters=parameters)
-        _, joined = bucketing(policy, elementwise=True, together=groups, sizes=dict.fromkeys(groups, (100 << 20, 0)))
+        _, joined = bucketing(policy, together=groups, sizes=dict.fromkeys(groups, (100 << 20, 0)))
         assert len(set(joined.values())) == count
 
 

@@ -1,4 +1,4 @@
-"""Ranks of which one has more room, more rows, or no gradients that fit: the same bits, and nobody waits in vain."""
+"""Ranks of which one has more room, more rows, no gradients that fit, or does more: the same bits, and no hang."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from fsdp_offload import OffloadPolicy
+from fsdp_offload import OffloadPolicy, offload_report
 from fsdp_offload.engine.engine import Engine, engine_of
 from tests.distributed import models
 from tests.distributed.launch import mesh, run_cases, slow_updates, spawn
@@ -47,6 +47,38 @@ def other_room(make: Any, overlap: Any, *, parameters: bool) -> list[str]:
     )
 
 
+def _hold_state(loop: Loop, at: int, held: list[Any]) -> None:
+    if at == 3:
+        held.append(loop.optimizer.state[loop.params[0]])
+
+
+def _read_gradients(loop: Loop, at: int, held: list[Any]) -> None:
+    if at < 2:
+        held.append([param.grad.to_local().norm() for param in loop.params])
+
+
+def _edit_a_group(loop: Loop, at: int, held: list[Any]) -> None:
+    loop.optimizer.param_groups[0]["note"] = at
+
+
+ALONE = {"holds state": _hold_state, "reads gradients": _read_gradients, "edits a group": _edit_a_group}
+
+
+def collectives_in_order(act: Any, *, everywhere: bool) -> list[str]:
+    """One rank alone does what may keep updates out of its backward; or all do, whose buckets differ."""
+    policy = OffloadPolicy(overlap="iteration", bucket_bytes=1024, device_bytes=1 << 16)
+    loops = [Loop(mesh(dist.get_world_size()), muon, one) for one in (None, policy)]
+    for loop in loops:
+        held: list[Any] = []
+        for at in range(SOME_STEPS):
+            loop.backward(at)
+            if everywhere or last_rank():
+                act(loop, at, held)
+            loop.step()
+    problems = [] if "in one order on all ranks" in str(offload_report(loops[1].optimizer)) else ["not in the report"]
+    return problems if same(*loops) else [*problems, "other bits"]
+
+
 def gradients_without_room(overlap: Any) -> list[str]:
     """Some update in their first backward, and free the gradients; the others do not."""
     policy = OffloadPolicy(overlap=overlap, parameters=True, **SMALL)
@@ -81,6 +113,10 @@ def run_all(rank: int, world_size: int) -> None:
             (adamw, "iteration", True),
         )
     }
+    for name, act in ALONE.items():
+        for everywhere in (False, True):
+            case = partial(collectives_in_order, act, everywhere=everywhere)
+            cases[f"{name}, {everywhere=}"] = case
     cases["gradients without room"] = partial(gradients_without_room, "iteration")
     cases["updated on the CPU"] = updated_on_the_cpu
     run_cases(cases)
