@@ -13,7 +13,7 @@ from ..policy import MIB, OffloadPolicy
 from .items import PASSING, Block, Item, Pool, Use
 
 LARGEST_BYTES, JOINED_BYTES = 256 * MIB, 64 * MIB
-"""Bytes of state above which a group is cut, and up to which small groups are joined, for few, large operations."""
+"""Bytes of state above which a group is cut, and up to which groups, or updates in ``step()`` alone, are joined."""
 
 MOST_PASSING = 5
 """Limit of ``Pool.transit`` if one update takes several buckets of a group, since each update costs the host time."""

@@ -36,7 +36,7 @@ an H100, iterations took longer with 16 MiB under each of three policies, even u
 
 STORED_PIECE_BYTES = 64 << 20
 """Size of pieces to the host, where ``fully_shard`` makes no small copies; and of all if items move only in ``step()``.
-Each piece costs the host time, and the copy engine 7 us: on an H200, 2 of 180 ms with 32 MiB."""
+Each piece costs the host time, and the copy engine 7 us: pieces of 32 MiB took 2 of 180 ms more (H200)."""
 
 QUEUED_PIECES = 512
 """With this many pieces on their way in the lane of loads, later ones are put off until some have passed, or until

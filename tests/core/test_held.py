@@ -28,7 +28,7 @@ from fsdp_offload.fsdp.gradients import is_spent
 from fsdp_offload.listeners import recoverable
 from tests.conformance.oracle import NEVER
 from tests.overlapping import Loop, Net, adamw, pair, same
-from tests.parity import leaves, turn_amsgrad_on
+from tests.parity import leaves, same_values, turn_amsgrad_on
 
 OPTIMIZERS: list[Callable[[Any], Any]] = [
     adamw,
@@ -138,11 +138,6 @@ MOVES: dict[str, tuple[Callable[[Any], Any], Callable[[Loop, Path], Any]]] = {
 }
 
 
-def _same_values(plain: list[Tensor], ours: list[Tensor]) -> bool:
-    """Compare on the CPU: without offload, state is on the device."""
-    return all(torch.equal(*(local_shard(one).cpu() for one in both)) for both in zip(plain, ours, strict=True))
-
-
 @OVERLAPS
 @pytest.mark.parametrize("how", ["state", "state_dict", "by name"])
 @pytest.mark.parametrize(("make", "move"), MOVES.values(), ids=MOVES)
@@ -166,12 +161,12 @@ def test_what_is_held_stays_state_in_new_homes(
         for each, values in zip(loops, held, strict=True):
             write(values)
             each.train(1, first=4)
-        assert _same_values(*held)
+        assert same_values(*(list(map(local_shard, values)) for values in held))
     assert same(*loops)
     for each in loops:
         each.optimizer.load_state_dict(copy.deepcopy(each.optimizer.state_dict()))
         each.train(1, first=5)
-    assert _same_values(*held)
+    assert same_values(*(list(map(local_shard, values)) for values in held))
     assert same(*loops)
     held.clear()
     loops[1].train(2, first=6)

@@ -566,7 +566,7 @@ def test_counters_of_the_user_become_what_updates_have_made_of_the_copies() -> N
 def test_a_step_alone_updates_few_bytes_at_once(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, joined_bytes: int
 ) -> None:
-    """So that blocks come back one by one. State that is kept is updated in as few calls as ever."""
+    """Check that blocks come back one by one, and that kept state is updated in as few calls as ever."""
     monkeypatch.setattr(loop_module, "JOINED_BYTES", joined_bytes)
     policy = OffloadPolicy(bucket_bytes=1024, device_bytes=12 * 1024)
     plain, loop = pair(mesh, policy, net=partial(Net, width=16, layers=2))

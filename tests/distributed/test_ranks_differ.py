@@ -113,10 +113,11 @@ def run_all(rank: int, world_size: int) -> None:
             (adamw, "iteration", True),
         )
     }
-    for name, act in ALONE.items():
-        for everywhere in (False, True):
-            case = partial(collectives_in_order, act, everywhere=everywhere)
-            cases[f"{name}, {everywhere=}"] = case
+    cases |= {
+        f"{name}, {everywhere=}": partial(collectives_in_order, act, everywhere=everywhere)
+        for name, act in ALONE.items()
+        for everywhere in (False, True)
+    }
     cases["gradients without room"] = partial(gradients_without_room, "iteration")
     cases["updated on the CPU"] = updated_on_the_cpu
     run_cases(cases)
